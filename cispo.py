@@ -1,0 +1,274 @@
+"""CISPO (Clipped Importance Sampling Policy Optimization, arXiv 2506.13585) in one file.
+
+    python cispo.py                                            # the embedded task, minutes on a CPU
+    python cispo.py --model DIR --data FILE.jsonl --learning_rate 1e-6     # your checkpoint, your prompts
+    python cispo.py --help                                     # every option
+
+One step:
+
+    a batch of prompts -> num_generations completions each, with the log-prob of every sampled token (old)
+    -> rewards, every term kept by name -> advantages inside each group -> reference log-probs (once)
+    -> num_iterations passes: log-probs (new), KL, loss, backward, clip, optimizer step -> rollout weights up to date
+
+Left out on purpose: a value network (the group mean is the baseline), token-level normalisation over the batch (Dr. GRPO,
+DAPO: the loss below is the mean over a completion's tokens, then over completions), and filtering of groups that all
+got the same reward (their advantage is 0; zero_std_fraction counts them).
+
+Letters in shape comments: B prompts, G generations for each, N = B*G completions, R response length.
+"""
+import argparse
+import math
+import sys
+import time
+
+import torch
+
+from model import InputError, load_checkpoint, save_checkpoint
+from reward import TERMS, completion_texts, compute_rewards, evaluate, parse_weights
+from rollout import (RunLog, batch_of_step, generate, load_tokenizer, micro_batches, per_token_logps, read_prompts,
+                     rollout_policy, run_dir, score_rollout, sequence_lengths, step_generator, update_rollout_policy)
+
+
+# ---------------------------------------------------------------- the math
+
+def group_advantages(rewards, num_generations):
+    """(r - mean) / (std + 1e-4) inside each group of consecutive rows, population std: rewards [N] -> [N].
+
+    In fp64: the mean of equal numbers is then that number, and a group without contrast gives exactly 0, where fp32
+    rounding would leave a whisper that Adam blows up to a full step.
+    """
+    grouped = rewards.double().view(-1, num_generations)                            # [B,G]
+    mean, std = grouped.mean(dim=1, keepdim=True), grouped.std(dim=1, unbiased=False, keepdim=True)
+    return ((grouped - mean) / (std + 1e-4)).view(-1).to(rewards.dtype)             # [N]
+
+
+def token_kl(per_token_logps, ref_per_token_logps):
+    """The k3 estimate of KL(policy || reference) for each token, never negative: exp(k) - k - 1, k = ref - new. [N,R]"""
+    k = ref_per_token_logps - per_token_logps
+    return torch.exp(k) - k - 1
+
+
+def cispo_loss(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, completion_mask, epsilon_high, beta):
+    """-(clamp(ratio, max=epsilon_high).detach()*A*new - beta*KL), averaged over each completion's valid tokens, then
+    over completions.
+
+    *_logps [N,R] (the reference may be None when beta is 0), advantages [N], completion_mask [N,R] -> scalar.
+    The ratio is only a weight: detached, it lets the gradient through log pi alone, and a capped token still learns.
+    """
+    mask = completion_mask.bool()
+    new, old = (x.masked_fill(~mask, 0.0) for x in (per_token_logps, old_per_token_logps))   # padding may hold NaN
+    ratio = torch.exp(new - old)
+    clamped_ratio = torch.clamp(ratio, max=epsilon_high).detach()
+    per_token_loss = -clamped_ratio * advantages[:, None] * new
+    if beta > 0:
+        per_token_loss = per_token_loss + beta * token_kl(new, ref_per_token_logps.masked_fill(~mask, 0.0))
+    return ((per_token_loss * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean()
+
+
+def clipped_tokens(ratio, advantages, epsilon_high):
+    """Where the cap holds the weight down: ratio and advantages of the same shape -> bool of that shape."""
+    return ratio > epsilon_high
+
+
+# ---------------------------------------------------------------- options
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(prog="cispo.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="data/arithmetic/base", help="checkpoint folder to start from, also the reference")
+    add("--data", default="data/arithmetic/train.jsonl", help="training prompts, JSON Lines")
+    add("--eval_data", default="data/arithmetic/test.jsonl", help="held-out prompts with answers; \"\" for none")
+    add("--out_dir", default="", help="folder of this run; \"\" takes the next free out/cispo, out/cispo-2, ...")
+    # the rollout
+    add("--steps", type=int, default=60, help="rollouts to train on")
+    add("--batch_size", type=int, default=32, help="prompts for each step")
+    add("--num_generations", type=int, default=8, help="completions for each prompt: the group")
+    add("--max_new_tokens", type=int, default=48, help="longest completion, in tokens")
+    add("--max_prompt_length", type=int, default=512, help="longer prompts are left out, in tokens")
+    add("--temperature", type=float, default=1.0, help="divides the logits, in the sampler and in the scorer")
+    add("--system", default="", help="system message for prompts that have none")
+    add("--thinking_ratio", type=float, default=1.0, help="share of the prompts that open a think block")
+    add("--reward_weights", default="answer=1,length=1,thinking=1,repetition=1", help="weight of each reward term")
+    # the objective
+    add("--epsilon_high", type=float, default=5.0, help="the cap on the ratio itself (papers often say 1 + epsilon_high)")
+    add("--beta", type=float, default=0.01, help="weight of the KL to the reference; 0 loads no reference")
+    add("--num_iterations", type=int, default=2, help="passes over each rollout (mu); with 1 the ratio is always 1")
+    add("--num_mini_batches", type=int, default=1, help="optimizer steps in each pass")
+    add("--recompute_old", action="store_true", help="take old log-probs from the scorer, not from the sampler")
+    # the optimizer
+    add("--learning_rate", type=float, default=3e-4, help="peak; for a pretrained checkpoint try 1e-6")
+    add("--lr_schedule", choices=("cosine", "constant"), default="cosine", help="cosine falls to a tenth of the peak")
+    add("--warmup_steps", type=int, default=5, help="steps of linear warm-up")
+    add("--weight_decay", type=float, default=0.0, help="AdamW's")
+    add("--grad_clip", type=float, default=1.0, help="largest gradient norm")
+    add("--micro_batch_tokens", type=int, default=16384, help="tokens in one backward pass: the memory knob")
+    # the run
+    add("--eval_interval", type=int, default=20, help="steps between measurements on the held-out prompts")
+    add("--sample_interval", type=int, default=10, help="steps between printed completions")
+    add("--save_interval", type=int, default=50, help="steps between checkpoints")
+    add("--seed", type=int, default=0, help="of the data order and the sampling")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of autocast; auto: bf16 on CUDA")
+    add("--wandb", default="", help="log to this Weights & Biases project as well")
+    args = parser.parse_args(argv)
+    for name in ("steps", "batch_size", "max_new_tokens", "max_prompt_length", "num_iterations", "num_mini_batches",
+                 "learning_rate", "temperature", "grad_clip", "micro_batch_tokens", "epsilon_high", "eval_interval",
+                 "sample_interval", "save_interval"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} must be positive, not {getattr(args, name)}")
+    for name in ("beta", "weight_decay", "warmup_steps"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name} must not be negative, not {getattr(args, name)}")
+    if args.num_generations < 2:
+        parser.error(f"--num_generations must be at least 2, not {args.num_generations}: a group of one has no contrast")
+    if not 0 <= args.thinking_ratio <= 1:
+        parser.error(f"--thinking_ratio must lie in [0, 1], not {args.thinking_ratio}")
+    if (args.batch_size * args.num_generations) % args.num_mini_batches:
+        parser.error(f"--num_mini_batches {args.num_mini_batches} must divide batch_size * num_generations = "
+                     f"{args.batch_size * args.num_generations}")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: no CUDA device here; use --device cpu")
+    return args
+
+
+def learning_rate_at(step, args):
+    """Linear warm-up, then constant or a cosine down to a tenth of the peak at the last step."""
+    warmup = min(1.0, step / args.warmup_steps) if args.warmup_steps else 1.0
+    fall = 0.1 + 0.45 * (1 + math.cos(math.pi * step / args.steps)) if args.lr_schedule == "cosine" else 1.0
+    return args.learning_rate * warmup * fall
+
+
+# ---------------------------------------------------------------- the run
+
+COLUMNS = ("step", "eval_accuracy", "reward", *(f"reward_{name}" for name in TERMS), "accuracy", "kl", "clip_fraction",
+           "ratio_mean", "ratio_min", "ratio_max", "entropy", "completion_length", "truncated_fraction",
+           "zero_std_fraction", "loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    weights = parse_weights(args.reward_weights)
+    device, G = torch.device(args.device), args.num_generations
+    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
+             "bfloat16": torch.bfloat16, "float32": torch.float32}[args.dtype]
+    torch.manual_seed(args.seed)
+    start = time.time()
+
+    def autocast():     # one precision path for old, new and reference; master weights and optimizer stay fp32
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+    chat = load_tokenizer(args.model)
+    policy = load_checkpoint(args.model).to(device).eval()      # eval: dropout would tell new from old log-probs
+    longest_prompt = min(args.max_prompt_length, policy.config.max_position_embeddings - args.max_new_tokens)
+
+    def read(path):
+        return read_prompts(path, chat, longest_prompt, policy.config.vocab_size, args.system, args.thinking_ratio)
+
+    train, left_out = read(args.data)
+    test = read(args.eval_data)[0] if args.eval_data else []
+    if any(p.answer is None for p in test):
+        raise InputError(f"{args.eval_data}: every held-out row needs an answer")
+    reference = load_checkpoint(args.model).to(device).eval().requires_grad_(False) if args.beta > 0 else None
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95),
+                                  weight_decay=args.weight_decay, fused=device.type == "cuda")
+    sampler = rollout_policy(policy, dtype)
+    log = RunLog(run_dir(args.out_dir, "cispo"), COLUMNS, args.steps)
+    print(f"{sum(p.numel() for p in policy.parameters()) / 1e6:.2f}M parameters on {device} in {dtype}; {len(train)} "
+          f"prompts ({left_out} too long), {len(test)} held out; {args.steps} steps of {args.batch_size} x {G}; "
+          f"writing to {log.out_dir}")
+
+    def eval_accuracy():
+        with autocast():
+            return evaluate(sampler, chat, test, args.max_new_tokens, 1.0, step_generator(args.seed, 0, stream=2))
+
+    before = accuracy = eval_accuracy() if test else math.nan
+    log.row({"step": 0, "eval_accuracy": accuracy if test else "", "seconds": time.time() - start})
+    print(f"held-out accuracy before training: {before:.3f}")
+    for step in range(1, args.steps + 1):
+        tic = time.time()
+        lr = learning_rate_at(step, args)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+        # rollout: N = B*G completions with the log-probs they were sampled with
+        batch = [train[i] for i in batch_of_step(step, args.batch_size, len(train), args.seed)]
+        with autocast():
+            rollout = generate(sampler, [p.ids for p in batch], G, args.max_new_tokens, chat.eos_ids, chat.pad_id,
+                               args.temperature, step_generator(args.seed, step))
+        mask, lengths = rollout.completion_mask, sequence_lengths(rollout)          # [N,R], N ints
+
+        # rewards and group advantages
+        texts, prompts = completion_texts(chat, rollout), [p for p in batch for _ in range(G)]
+        rewards, terms = compute_rewards(texts, [p.answer for p in prompts], [p.text for p in prompts], weights)
+        advantages = group_advantages(rewards, G).to(device)                        # [N]
+
+        # old and reference log-probs, once for each rollout
+        with autocast():
+            old = (score_rollout(policy, rollout, args.temperature, args.micro_batch_tokens) if args.recompute_old
+                   else rollout.per_token_logps)                                    # [N,R]
+            ref = (score_rollout(reference, rollout, args.temperature, args.micro_batch_tokens) if reference
+                   else None)
+
+        # num_iterations passes; the gradient of a mini-batch is summed over micro-batches, weighted by their rows
+        ratios, kls, clipped, losses, grad_norms = [], [], [], [], []
+        for iteration in range(args.num_iterations):
+            shuffled = torch.randperm(len(lengths), generator=step_generator(args.seed, step, stream=3 + iteration))
+            for mini in shuffled.view(args.num_mini_batches, -1).tolist():
+                optimizer.zero_grad(set_to_none=True)
+                for part in micro_batches([lengths[i] for i in mini], args.micro_batch_tokens):
+                    rows = [mini[i] for i in part]
+                    with autocast():
+                        new, aux_loss = per_token_logps(policy, [rollout.prompts[i] for i in rows],
+                                                        rollout.completion_ids[rows], mask[rows], args.temperature,
+                                                        return_aux_loss=True)       # [n,R]
+                    loss = aux_loss + cispo_loss(new, old[rows], ref[rows] if reference else None, advantages[rows],
+                                                mask[rows], args.epsilon_high, args.beta)
+                    (loss * len(rows) / len(mini)).backward()
+                    with torch.no_grad():
+                        ratio = torch.exp(new - old[rows])
+                        wide = advantages[rows, None].expand_as(ratio)
+                        ratios.append(ratio[mask[rows]])
+                        clipped.append(clipped_tokens(ratio, wide, args.epsilon_high)[mask[rows]].float())
+                        kls.append(token_kl(new, ref[rows])[mask[rows]] if reference else ratio.new_zeros(1))
+                        losses.append(loss.detach() * len(rows) / len(mini))
+                grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip))
+                optimizer.step()
+        update_rollout_policy(sampler, policy)
+
+        # log, show samples, save
+        last = step == args.steps
+        ratio, updates = torch.cat(ratios), args.num_iterations * args.num_mini_batches
+        metrics = {
+            "step": step, "eval_accuracy": "", "reward": rewards.mean().item(),
+            **{f"reward_{name}": sum(t[name] for t in terms) / len(terms) for name in terms[0]},
+            "accuracy": sum(t["answer"] for t in terms) / len(terms),
+            "kl": torch.cat(kls).mean().item(), "clip_fraction": torch.cat(clipped).mean().item(),
+            "ratio_mean": ratio.mean().item(), "ratio_min": ratio.min().item(), "ratio_max": ratio.max().item(),
+            "entropy": -rollout.per_token_logps[mask].mean().item(),
+            "completion_length": mask.sum(dim=1).float().mean().item(),
+            "truncated_fraction": 1 - rollout.finished.float().mean().item(),
+            "zero_std_fraction": (rewards.view(-1, G).std(dim=1) < 1e-6).float().mean().item(),
+            "loss": sum(losses).item() / updates, "grad_norm": torch.stack(grad_norms).mean().item(),
+            "learning_rate": lr, "tokens_per_second": mask.sum().item() / (time.time() - tic)}
+        if test and (last or step % args.eval_interval == 0):
+            metrics["eval_accuracy"] = accuracy = eval_accuracy()
+        metrics["seconds"] = time.time() - start
+        log.row(metrics)
+        log.line(metrics, ("reward", "accuracy", "eval_accuracy", "kl", "clip_fraction", "completion_length"))
+        if last or step % args.sample_interval == 0:
+            log.samples([{"step": step, "prompt": prompts[i].text, "completion": texts[i], **terms[i],
+                          "reward": rewards[i].item(), "advantage": advantages[i].item()}
+                         for i in (rewards[:G].argmax().item(), rewards[:G].argmin().item())])
+        if last or step % args.save_interval == 0:
+            save_checkpoint(policy, log.checkpoint, args.model)
+    if test:
+        print(f"held-out accuracy {before:.3f} -> {accuracy:.3f} ({len(test)} prompts, one sample each at temperature 1)")
+    print(f"checkpoint in {log.checkpoint}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        print(f"cispo.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,437 @@
+"""The MiniMind decoder: one transformer that the three scripts train, sample from and score with.
+
+RMSNorm -> grouped-query attention with per-head q/k norm and RoPE -> SwiGLU (or a mixture of SwiGLU experts).
+Dense weights are those of Hugging Face's Qwen3ForCausalLM under the same names, MoE weights those of
+Qwen3MoeForCausalLM, so a checkpoint saved here loads in transformers, vLLM and SGLang as it is.
+
+Letters in shape comments: B rows, T tokens of this call, S keys seen so far, C hidden size, H query heads,
+K key/value heads, D head size, E experts, V vocabulary.
+"""
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+
+class InputError(Exception):
+    """Something the user gave is wrong. The scripts print the one line and end with exit status 2."""
+
+
+@dataclass
+class MiniMindConfig:
+    """Sizes of the decoder; the defaults are MiniMind-3's (64M parameters, dense)."""
+    vocab_size: int = 6400
+    hidden_size: int = 768
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int | None = None             # None: hidden_size // num_attention_heads
+    intermediate_size: int | None = None    # None: ceil(hidden_size * pi / 64) * 64
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    inference_rope_scaling: bool = False    # MiniMind's switch for YaRN, 16 x 2048 positions
+    rope_scaling: dict | None = None        # None, or YaRN's numbers: see yarn_frequencies
+    tie_word_embeddings: bool = True
+    dropout: float = 0.0
+    use_moe: bool = False
+    num_experts: int = 4
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None    # None: intermediate_size
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 5e-4
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list | None = 2
+
+    def __post_init__(self):
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.intermediate_size = self.intermediate_size or math.ceil(self.hidden_size * math.pi / 64) * 64
+        self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
+        if self.inference_rope_scaling and self.rope_scaling is None:
+            self.rope_scaling = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 2048,
+                                 "beta_fast": 32, "beta_slow": 1, "attention_factor": 1.0}
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                     "head_dim", "intermediate_size", "max_position_embeddings", "num_experts"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"config: {name} must be a positive whole number, not {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InputError(f"config: num_attention_heads {self.num_attention_heads} must be a multiple of "
+                             f"num_key_value_heads {self.num_key_value_heads}")
+        if self.head_dim % 2:
+            raise InputError(f"config: head_dim {self.head_dim} must be even, RoPE turns pairs")
+        if self.use_moe and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise InputError(f"config: num_experts_per_tok {self.num_experts_per_tok} must lie in "
+                             f"1..num_experts ({self.num_experts})")
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):       # in fp32 whatever the input: a mean of squares loses too much in bf16
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).type_as(x)
+
+
+def rope_frequencies(config):
+    """Angle per position of each of the D/2 pairs: theta^(-2i/D) (RoFormer), stretched by YaRN if asked for.
+
+    YaRN (arXiv 2309.00071, eq. 23): pairs that turn often within the trained length stay, pairs that turn less
+    than `beta_slow` times are slowed by `factor`, with a linear ramp between. Returns ([D/2] fp32, scale of cos and sin).
+    """
+    pairs = config.head_dim // 2
+    freqs = config.rope_theta ** (-torch.arange(pairs, dtype=torch.float32) * 2 / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return freqs, 1.0
+    trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if config.max_position_embeddings <= trained:       # MiniMind: nothing to stretch
+        return freqs, attention_factor
+
+    def pair_that_turns(n):     # the (fractional) pair that makes n full turns over the trained length
+        return config.head_dim * math.log(trained / (n * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_that_turns(scaling.get("beta_fast", 32))), 0)
+    high = min(math.ceil(pair_that_turns(scaling.get("beta_slow", 1))), pairs - 1)
+    ramp = ((torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return freqs * (1 - ramp + ramp / factor), attention_factor
+
+
+def rotate(x, cos, sin):
+    """RoPE on x [B,heads,T,D]; cos and sin [B or 1,1,T,D/2]. Pair i is (x[i], x[i + D/2]), as in Hugging Face."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+class KVCache:
+    """Static key/value memory of `capacity` positions, written in place, allocated at the first append.
+
+    Row r of every layer belongs to sequence r. All rows share one length: shorter prompts are padded on the left.
+    """
+
+    def __init__(self, num_layers, capacity):
+        self.keys, self.values = [None] * num_layers, [None] * num_layers   # each [B,K,capacity,D]
+        self.capacity, self.length = capacity, 0
+
+    def append(self, layer, k, v):
+        """Write k, v [B,K,T,D] behind the filled part; returns views of all keys and values so far [B,K,S,D]."""
+        if self.keys[layer] is None:
+            B, K, _, D = k.shape
+            self.keys[layer], self.values[layer] = k.new_empty(2, B, K, self.capacity, D)
+        start, end = self.length, self.length + k.shape[2]
+        self.keys[layer][:, :, start:end] = k
+        self.values[layer][:, :, start:end] = v
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def select_rows(self, rows):
+        """Keep `rows` (indices, repeats allowed): hands a prompt's cache to its group, drops finished rows."""
+        for layer in range(len(self.keys)):
+            self.keys[layer] = self.keys[layer].index_select(0, rows)
+            self.values[layer] = self.values[layer].index_select(0, rows)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        C, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.head_dim, self.dropout = D, config.dropout
+        self.q_proj = nn.Linear(C, H * D, bias=False)
+        self.k_proj = nn.Linear(C, K * D, bias=False)
+        self.v_proj = nn.Linear(C, K * D, bias=False)
+        self.o_proj = nn.Linear(H * D, C, bias=False)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+
+    def forward(self, x, cos, sin, mask, cache, layer):
+        B, T, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)   # [B,H,T,D]
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)   # [B,K,T,D]
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)                # [B,K,T,D]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(layer, k, v)                                            # [B,K,S,D]
+        # enable_gqa: H/K query heads read one key head, which is never copied. No mask means causal.
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+                                           dropout_p=self.dropout if self.training else 0.0, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size, intermediate_size):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to its `num_experts_per_tok` most probable SwiGLU experts, weighted by the router."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(config.hidden_size, config.moe_intermediate_size)
+                                     for _ in range(config.num_experts))
+
+    def forward(self, x, valid=None):
+        """x [B,T,C], valid [B,T] bool (None: every token) -> output [B,T,C], load-balancing loss (scalar)."""
+        c, flat = self.config, x.reshape(-1, x.shape[-1])                               # [B*T,C]
+        probs = self.gate(flat).float().softmax(dim=-1)                                 # [B*T,E]
+        weights, chosen = probs.topk(c.num_experts_per_tok, dim=-1)                     # [B*T,k]
+        if c.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        y = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = (chosen == e).nonzero(as_tuple=True)
+            # An expert without tokens still runs, on none: its zero gradient keeps every rank's reduction whole.
+            y.index_add_(0, token, (expert(flat[token]) * weights[token, slot, None]).type_as(y))
+        # Switch Transformer, eq. 4-6: E * sum over experts of (share of tokens) * (mean probability); padding is not
+        # a token. With k > 1 the shares add up to k, as in MiniMind.
+        real = torch.ones(len(flat), 1, device=x.device) if valid is None else valid.reshape(-1, 1).float()
+        share = F.one_hot(chosen, c.num_experts).sum(dim=1).float()                     # [B*T,E]
+        tokens = real.sum().clamp(min=1)
+        balance = ((share * real).sum(0) / tokens * ((probs * real).sum(0) / tokens)).sum()
+        return y.view_as(x), c.router_aux_loss_coef * c.num_experts * balance
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = (MixtureOfExperts(config) if config.use_moe
+                    else FeedForward(config.hidden_size, config.intermediate_size))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, cos, sin, mask, valid, cache, layer):
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, layer))
+        h = self.post_attention_layernorm(x)
+        h, aux = self.mlp(h, valid) if isinstance(self.mlp, MixtureOfExperts) else (self.mlp(h), 0.0)
+        return x + self.dropout(h), aux
+
+
+class MiniMind(nn.Module):
+    """`model(input_ids [B,T], attention_mask=None [B,T]) -> logits [B,T,V]`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = nn.ModuleDict({
+            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+            "layers": nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers)),
+            "norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+        freqs, self.rope_scale = rope_frequencies(config)
+        self.register_buffer("rope_freqs", freqs, persistent=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids, attention_mask=None, cache=None, right_padded=False, return_hidden=False):
+        """Logits [B,T,V]; with return_hidden, (the head's input [B,T,C], load-balancing loss) instead.
+
+        attention_mask [B,S]: 1 where a token is real, on whichever side the padding stands; with a cache it covers
+        the cached keys too. Positions count real tokens only, so padding does not move a sequence. `right_padded`
+        says that padding only follows the tokens: the causal mask hides it already, and attention needs no dense mask.
+        """
+        B, T = input_ids.shape
+        start = cache.length if cache is not None else 0
+        if start + T > self.config.max_position_embeddings:
+            raise InputError(f"{start + T} tokens exceed the model's max_position_embeddings "
+                             f"({self.config.max_position_embeddings})")
+        mask = None                                                     # None: causal
+        positions = torch.arange(start, start + T, device=input_ids.device)[None]      # [1,T]
+        if attention_mask is not None and not right_padded:
+            real = attention_mask.bool()                                # [B,S]
+            keys = torch.arange(start + T, device=input_ids.device)
+            # A query always sees itself: a row of nothing but padding would otherwise be a softmax over nothing.
+            itself = keys == positions[0, :, None]                      # [T,S]
+            mask = (real[:, None, :] & (keys <= positions[0, :, None]) | itself)[:, None]   # [B,1,T,S]
+            positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, start:]                # [B,T]
+        elif start and T > 1:
+            mask = torch.arange(start + T, device=input_ids.device) <= positions[0, :, None]   # [T,S]
+        angles = positions[..., None].float() * self.rope_freqs         # [B or 1,T,D/2]
+        cos, sin = (f(angles)[:, None] * self.rope_scale for f in (torch.cos, torch.sin))
+        valid = attention_mask[:, start:].bool() if attention_mask is not None else None
+
+        x, aux_loss = self.dropout(self.model.embed_tokens(input_ids)), 0.0             # [B,T,C]
+        for i, layer in enumerate(self.model.layers):
+            x, aux = layer(x, cos, sin, mask, valid, cache, i)
+            aux_loss = aux_loss + aux
+        if cache is not None:
+            cache.length += T
+        x = self.model.norm(x)
+        return (x, aux_loss) if return_hidden else self.lm_head(x)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+def read_json(path):
+    """The JSON object in a file, or an InputError that says what is wrong with it."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            value = json.load(f)
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise InputError(f"{path}:{getattr(e, 'lineno', 1)}: not valid JSON ({getattr(e, 'msg', e)})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def config_from_hf(hf, where="config.json"):
+    """MiniMindConfig from a Hugging Face config (a dict): model_type qwen3, qwen3_moe or minimind.
+
+    Raises InputError for whatever the decoder does not compute: it would load and give wrong numbers.
+    """
+    kind = hf.get("model_type")
+    if kind not in ("qwen3", "qwen3_moe", "minimind"):
+        raise InputError(f"{where}: model_type {kind!r} is not supported; known are qwen3, qwen3_moe, minimind")
+    only = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,),
+            "quantization_config": (), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)}
+    for key, allowed in only.items():
+        if hf.get(key) is not None and hf[key] not in allowed:
+            raise InputError(f"{where}: {key} = {hf[key]!r} is not supported")
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})    # transformers 5, transformers 4
+    theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 1e6
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "yarn"):
+        raise InputError(f"{where}: rope type {rope_type!r} is not supported; known are default, yarn")
+    names = set(MiniMindConfig.__dataclass_fields__) - {"rope_theta", "rope_scaling", "use_moe", "num_experts"}
+    kept = {k: v for k, v in hf.items() if k in names and v is not None}
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 4
+    # MiniMind-3 leaves the head tied unless its config says otherwise; Qwen3's own default is untied.
+    kept.setdefault("tie_word_embeddings", kind == "minimind")
+    if kind != "minimind":
+        kept.pop("inference_rope_scaling", None)
+    try:
+        return MiniMindConfig(rope_theta=float(theta), rope_scaling=rope if rope_type == "yarn" else None,
+                              use_moe=kind == "qwen3_moe" or bool(hf.get("use_moe")), num_experts=experts, **kept)
+    except (TypeError, ValueError, ZeroDivisionError) as e:
+        raise InputError(f"{where}: a size has the wrong type or value ({e})") from None
+    except InputError as e:
+        raise InputError(f"{where}: {e}") from None
+
+
+def config_to_hf(config):
+    """The config.json of a saved checkpoint: Qwen3 when dense, Qwen3-MoE when not, readable by transformers 4 and 5."""
+    hf = {k: v for k, v in vars(config).items() if k not in ("use_moe", "inference_rope_scaling", "dropout")}
+    hf.update(architectures=["Qwen3MoeForCausalLM" if config.use_moe else "Qwen3ForCausalLM"],
+              model_type="qwen3_moe" if config.use_moe else "qwen3", hidden_act="silu", attention_bias=False,
+              use_sliding_window=False, attention_dropout=0.0, torch_dtype="float32")
+    if config.use_moe:
+        hf.update(mlp_only_layers=[], decoder_sparse_step=1)
+    else:
+        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+                    "router_aux_loss_coef"):
+            del hf[key]
+    return hf
+
+
+def read_tensors(folder):
+    """Every tensor of a folder's model.safetensors, or of the shards that its index names, by name."""
+    index = folder / "model.safetensors.index.json"
+    files = [folder / "model.safetensors"]
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+            raise InputError(f"{index}: weight_map must map tensor names to file names")
+        files = [folder / Path(name).name for name in sorted(set(shards.values()))]
+    tensors = {}
+    for file in files:
+        try:
+            tensors.update(load_file(file))
+        except FileNotFoundError:
+            raise InputError(f"{file}: no such file; a checkpoint needs model.safetensors or its shards") from None
+        except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as e:
+            raise InputError(f"{file}: not a readable safetensors file ({str(e).splitlines()[0]})") from None
+    return tensors
+
+
+def load_checkpoint(path):
+    """The model in a Hugging Face folder (config.json and model.safetensors or shards), in fp32, on the CPU.
+
+    Strict: a missing, extra or misshapen tensor is an InputError that names it; nothing is loaded in part.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise InputError(f"{path}: no such folder; --model takes a Hugging Face style checkpoint folder")
+    config = config_from_hf(read_json(folder / "config.json"), folder / "config.json")
+    tensors = read_tensors(folder)
+    with torch.device("meta"):
+        model = MiniMind(config)    # names and shapes only
+    expected = dict(model.state_dict())
+    if config.tie_word_embeddings:  # some files hold the tied matrix under both names
+        head = tensors.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, tensors.get("model.embed_tokens.weight", head)):
+            raise InputError(f"{path}: tie_word_embeddings is true but lm_head.weight differs from "
+                             f"model.embed_tokens.weight")
+        del expected["lm_head.weight"]
+    problems = [f"missing {n}" for n in expected if n not in tensors]
+    problems += [f"unexpected {n}" for n in tensors if n not in expected]
+    problems += [f"{n} has shape {list(t.shape)}, config.json makes it {list(expected[n].shape)}"
+                 for n, t in tensors.items() if n in expected and t.shape != expected[n].shape]
+    problems += [f"{n} is {t.dtype}, not floating point" for n, t in tensors.items() if not t.is_floating_point()]
+    if problems:
+        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise InputError(f"{path}: the tensors do not fit the config: {'; '.join(problems[:4])}{more}")
+    model = MiniMind(config)
+    model.load_state_dict({n: t.float() for n, t in tensors.items()}, strict=not config.tie_word_embeddings)
+    return model
+
+
+def write_atomically(path, write):
+    """Let `write(temporary_path)` write a file, then move it to `path` in one step: a kill leaves the old one whole."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    write(temporary)
+    with open(temporary, "rb+") as f:
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
+
+
+def save_checkpoint(model, out_dir, tokenizer_dir=None):
+    """Write a Hugging Face folder: config.json, model.safetensors in fp32, and the tokenizer files of `tokenizer_dir`.
+
+    Each file is replaced in one step, the weights last.
+    """
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if tokenizer_dir is not None and (Path(tokenizer_dir) / name).exists():
+            write_atomically(out_dir / name, lambda tmp, name=name: shutil.copyfile(Path(tokenizer_dir) / name, tmp))
+    text = json.dumps(config_to_hf(model.config), indent=2) + "\n"
+    write_atomically(out_dir / "config.json", lambda tmp: tmp.write_text(text))
+    tensors = {n: t.detach().float().cpu().contiguous() for n, t in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    write_atomically(out_dir / "model.safetensors", lambda tmp: save_file(tensors, tmp, {"format": "pt"}))

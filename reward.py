@@ -1,0 +1,194 @@
+"""Rewards: each term a plain function of text, their weighted sum, and the held-out accuracy.
+
+The format terms are MiniMind's rules, in characters, with every bound an argument. A reward is a training target, not
+the truth: read samples.jsonl next to the curves. To add a term of your own, write a function and one line in
+`reward_terms`.
+"""
+import math
+import re
+import unicodedata
+from fractions import Fraction
+
+import torch
+
+from model import InputError
+from rollout import decode, generate
+
+# ---------------------------------------------------------------- the think block
+
+def split_thinking(completion, prompt=""):
+    """(thought, answer part) of a completion. thought is None where there is no think block of the model's own.
+
+    `prompt` is the rendered prompt: it may end inside an open think block (then a completion without `</think>` has
+    no answer part yet) or behind a closed one (then all of the completion is the answer, whatever tags it holds).
+    """
+    if prompt.rstrip().endswith("</think>"):
+        return None, completion
+    if "</think>" in completion:
+        thought, answer = completion.split("</think>", 1)
+        return thought.strip().removeprefix("<think>").strip(), answer.strip()
+    if prompt.rstrip().endswith("<think>") or completion.lstrip().startswith("<think>"):
+        return None, ""
+    return None, completion
+
+
+def length_reward(completion, low=20, high=800, value=0.5):
+    """+value if the completion, stripped, has low..high characters, else -value."""
+    return value if low <= len(completion.strip()) <= high else -value
+
+
+def thinking_reward(completion, prompt="", low=20, high=300, good=1.0, bad=-0.5, once=0.25):
+    """0 without a closed think block; else `good` if the thought has low..high characters and an answer follows, or
+    `bad`; plus `once` if `</think>` stands exactly once, else minus `once`.
+    """
+    thought, answer = split_thinking(completion, prompt)
+    if thought is None:
+        return 0.0
+    size = good if low <= len(thought) <= high and answer.replace("</think>", "").strip() else bad
+    return size + (once if completion.count("</think>") == 1 else -once)
+
+
+# A word, but scripts written without spaces count by the character: kana, Han (with extensions), Hangul, Thai.
+UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+WORD = re.compile(f"[{UNSPACED}]|[^\\W{UNSPACED}]+|[^\\w\\s]")
+
+
+def repetition_penalty(text, n=3, cap=0.5):
+    """0 for text without a repeated n-gram of words, up to `cap` for one that repeats half of its n-grams or more."""
+    words = WORD.findall(text.lower())
+    grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
+    return min(cap, 2 * cap * (len(grams) - len(set(grams))) / len(grams)) if grams else 0.0
+
+
+# ---------------------------------------------------------------- the answer
+
+# A number that stands alone: not a piece of a word, a version, a power or a product ("9**9" holds no number).
+NUMBER = re.compile(r"(?<![\w.^/])(?<![\w)]\*)(?<![\w)]\*\*)(?:(?<![\w)\]])[-+])?[$€£¥]?\s?"
+                    r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?(?![\d^/]|\*+[\w(]|[.,]\d|[eE][-+]?\d)")
+LONGEST_NUMBER = 100    # digits; longer ones are compared as text, so that no answer costs time
+
+
+def _normal(text):
+    """Full-width forms to ASCII, the typographic minus to a hyphen, outer white space off."""
+    return unicodedata.normalize("NFKC", text).replace("\u2212", "-").strip()
+
+
+def _boxed(text):
+    """Content of the last \\boxed{...}, braces matched, or None."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for i in range(start + 6, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start + 7:i]
+    return None
+
+
+def extract_answer(text):
+    """The answer that a text commits to, as a string, or None: the last `<answer>..</answer>`, else the last
+    \\boxed{..}, else the number behind the last `####`, else the last number that stands alone.
+    """
+    text = _normal(text)
+    tagged = text.rfind("<answer>"), text.rfind("</answer>")
+    if 0 <= tagged[0] < tagged[1]:
+        return text[tagged[0] + 8:tagged[1]].strip() or None
+    boxed = _boxed(text)
+    if boxed is not None:
+        return boxed.strip() or None
+    if "####" in text:
+        text = text.rsplit("####", 1)[1]
+        first = NUMBER.search(text)
+        return first[0].strip() if first else text.strip() or None
+    numbers = NUMBER.findall(text)
+    return numbers[-1].strip() if numbers else None
+
+
+def _value(text):
+    """The exact number that a text is, or None. Nothing is evaluated: digits, one point, one slash."""
+    text = re.sub(r"[,$€£¥\s]", "", text).rstrip(".")
+    if len(text) > LONGEST_NUMBER or not re.fullmatch(r"[-+]?\d+(\.\d+)?(/\d+)?", text):
+        return None
+    top, _, bottom = text.partition("/")
+    return None if bottom and int(bottom) == 0 else Fraction(top) / Fraction(bottom or 1)
+
+
+def same_answer(given, gold):
+    """Equal as numbers where both are numbers, else equal as trimmed, case-folded text."""
+    a, b = _value(_normal(given)), _value(_normal(gold))
+    return a == b if a is not None and b is not None else _normal(given).casefold() == _normal(gold).casefold()
+
+
+def answer_reward(completion, answer, prompt=""):
+    """1.0 if the completion's answer part commits to the gold `answer`, else 0.0. Thoughts are not searched."""
+    if answer is None:
+        return 0.0
+    text = split_thinking(completion, prompt)[1]
+    if _value(_normal(answer)) is None and same_answer(text.strip().rstrip("."), answer):
+        return 1.0      # a gold answer in words, given with nothing around it
+    given = extract_answer(text)
+    return float(given is not None and same_answer(given, answer))
+
+
+# ---------------------------------------------------------------- the sum
+
+def reward_terms(completion, answer, prompt=""):
+    """Every term of one completion by name. A term of your own is one more line here."""
+    return {
+        "answer": answer_reward(completion, answer, prompt),
+        "length": length_reward(completion),
+        "thinking": thinking_reward(completion, prompt),
+        "repetition": -repetition_penalty(split_thinking(completion, prompt)[1]),
+    }
+
+
+TERMS = tuple(reward_terms("", None))      # their names
+
+
+def parse_weights(text):
+    """"answer=1,length=0.5" -> {"answer": 1.0, "length": 0.5}; InputError for an unknown term or a bad number."""
+    weights = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = part.partition("=")
+        try:
+            weights[name.strip()] = float(value)
+        except ValueError:
+            raise InputError(f"--reward_weights: {part!r} is not NAME=NUMBER") from None
+        if name.strip() not in TERMS or not math.isfinite(weights[name.strip()]):
+            raise InputError(f"--reward_weights: {part!r}: the terms are {', '.join(TERMS)}, weights are finite")
+    return weights
+
+
+def compute_rewards(completions, answers, prompts, weights=None):
+    """Score N completions -> (rewards [N] fp32, list of N dicts of unweighted terms).
+
+    reward = sum over terms of weight * term; a term that `weights` leaves out weighs 1. A NaN or infinite term is an
+    InputError that names it and the completion: averaged into a group it would poison every advantage.
+    """
+    weights = weights or {}
+    terms = [reward_terms(c, a, p) for c, a, p in zip(completions, answers, prompts)]
+    for row, completion in zip(terms, completions):
+        for name, value in row.items():
+            if not math.isfinite(value):
+                raise InputError(f"reward term {name!r} is {value} for the completion {completion[:200]!r}")
+    return torch.tensor([sum(weights.get(n, 1.0) * v for n, v in row.items()) for row in terms]), terms
+
+
+def evaluate(model, chat, prompts, max_new_tokens, temperature, generator, batch_size=256):
+    """Share of `prompts` (list of Prompt) answered rightly by one sample each; greedy at temperature 0.
+
+    Draws from its own `generator` alone, so that measuring does not change the run.
+    """
+    right = 0.0
+    for i in range(0, len(prompts), batch_size):
+        batch = prompts[i:i + batch_size]
+        rollout = generate(model, [p.ids for p in batch], 1, max_new_tokens, chat.eos_ids, chat.pad_id, temperature,
+                           generator)
+        texts = completion_texts(chat, rollout)
+        right += sum(answer_reward(text, p.answer, p.text) for text, p in zip(texts, batch))
+    return right / len(prompts)
+
+
+def completion_texts(chat, rollout):
+    """The N completions of a rollout as text, the end-of-turn token left off."""
+    return [decode(chat, ids[:n]) for ids, n in zip(rollout.completion_ids.tolist(),
+                                                   rollout.completion_mask.sum(dim=1).tolist())]

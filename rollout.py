@@ -1,0 +1,453 @@
+"""From prompts to completions with log-probabilities: tokenizer and chat template, data, sampling, scoring.
+
+Letters in shape comments: B prompts, G generations for each, N = B*G rows (a prompt's group stands in consecutive
+rows), P prompt length, R response length, M scored tokens, V vocabulary.
+"""
+import csv
+import itertools
+import json
+import random
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import torch
+import torch.nn.functional as F
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from torch.utils.checkpoint import checkpoint
+
+from model import InputError, KVCache, read_json
+
+# ---------------------------------------------------------------- tokenizer and chat template
+
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+
+
+@dataclass
+class ChatTokenizer:
+    """What a checkpoint folder says about text: its tokenizer, its chat template, and which ids end a turn."""
+    tokenizer: Tokenizer
+    template: jinja2.Template
+    special: list       # texts of the special tokens, longest first
+    named: dict         # bos_token, eos_token, ... as the template may use them
+    eos_ids: list
+    pad_id: int
+
+
+def load_tokenizer(folder):
+    """Read tokenizer.json, tokenizer_config.json, generation_config.json and the chat template of a checkpoint."""
+    folder = Path(folder)
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as e:      # the tokenizers package raises bare Exception
+        raise InputError(f"{folder / 'tokenizer.json'}: not a readable tokenizer ({e})") from None
+    config, generation, model = (read_json(folder / f"{name}.json") if (folder / f"{name}.json").exists() else {}
+                                 for name in ("tokenizer_config", "generation_config", "config"))
+    named = {}
+    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(key)
+        named[key] = value.get("content") if isinstance(value, dict) else value
+    eos_ids = []
+    for ids in (generation.get("eos_token_id"), model.get("eos_token_id"), tokenizer.token_to_id(named["eos_token"] or "")):
+        eos_ids += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i not in eos_ids]
+    if not eos_ids:
+        raise InputError(f"{folder}: no end-of-turn token; set eos_token in tokenizer_config.json")
+    pad_id = tokenizer.token_to_id(named["pad_token"] or "")
+    special = sorted((t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special), key=len)[::-1]
+    source = config.get("chat_template") or CHATML
+    if (folder / "chat_template.jinja").exists():
+        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    # The sandbox: a template is a program from whoever made the checkpoint.
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
+    env.globals["raise_exception"] = _template_refuses
+    try:
+        template = env.from_string(source)
+    except (jinja2.TemplateError, TypeError) as e:
+        raise InputError(f"{folder}: the chat template cannot be read ({e})") from None
+    return ChatTokenizer(tokenizer, template, special, named, eos_ids, eos_ids[0] if pad_id is None else pad_id)
+
+
+def _template_refuses(message):
+    raise jinja2.TemplateError(message)
+
+
+def render_chat(chat, messages, thinking=True, add_generation_prompt=True):
+    """Messages [{"role", "content"}, ...] -> (text, ids) under the checkpoint's chat template.
+
+    With `thinking` the prompt ends inside an open think block, else behind a closed, empty one (where the template
+    knows the switch). The template alone writes special tokens: the same text inside a message is spelled out in
+    ordinary tokens, so a message can neither end its turn nor forge another.
+    """
+    guarded = chat.special + ["\ue000"]     # a private-use character stands in while the template works on the text
+    pattern = re.compile("|".join(map(re.escape, guarded)))
+    masked = [{**m, "content": pattern.sub(lambda hit: f"\ue000{guarded.index(hit[0])}\ue001", m["content"])}
+              for m in messages]
+    try:
+        text = chat.template.render(messages=masked, add_generation_prompt=add_generation_prompt,
+                                    enable_thinking=thinking, open_thinking=thinking, **chat.named)
+    except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as e:
+        raise InputError(f"the chat template refuses these messages ({e})") from None
+    ids, pieces = [], re.split("\ue000(\\d+)\ue001", text)
+    for i, piece in enumerate(pieces):      # every second piece is the number of a guarded text
+        chat.tokenizer.encode_special_tokens = i % 2 == 1
+        pieces[i] = guarded[int(piece)] if i % 2 else piece
+        ids += chat.tokenizer.encode(pieces[i], add_special_tokens=False).ids
+    chat.tokenizer.encode_special_tokens = False
+    return "".join(pieces), ids
+
+
+def decode(chat, ids):
+    """Text of a completion, without special tokens (the think tags are ordinary ones)."""
+    return chat.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+# ---------------------------------------------------------------- prompt data
+
+@dataclass
+class Prompt:
+    messages: list      # [{"role", "content"}, ...], the last one the user's
+    answer: str | None  # the gold answer, if the data has one
+    text: str           # rendered, as the model reads it
+    ids: list
+
+
+def read_jsonl(path):
+    """Yield (where, row) for each line of a JSON Lines file; `where` is "file:line", for messages."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except (json.JSONDecodeError, RecursionError) as e:
+                        raise InputError(f"{path}:{number}: not valid JSON ({getattr(e, 'msg', e)})") from None
+                    if not isinstance(row, dict):
+                        raise InputError(f"{path}:{number}: must be a JSON object, not a {type(row).__name__}")
+                    yield f"{path}:{number}", row
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+
+
+def check_conversation(where, messages):
+    """The messages if each is {"role": str, "content": str}, else an InputError that names the line."""
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"{where}: \"conversations\" must be a list of messages")
+    for m in messages:
+        if not (isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)):
+            raise InputError(f"{where}: every message needs a \"role\" and a \"content\", both text")
+    return messages
+
+
+def parse_prompt(where, row):
+    """One data row -> (messages, gold answer or None). Three formats: conversations, prompt/answer, question/answer."""
+    if "conversations" in row:
+        messages = check_conversation(where, row["conversations"])
+        if messages[-1]["role"] == "assistant":     # MiniMind's rlaif.jsonl ends with an empty assistant turn
+            messages = messages[:-1]
+        if not messages:
+            raise InputError(f"{where}: \"conversations\" holds no prompt")
+        content, answer = messages[-1]["content"], row.get("answer")
+    elif "prompt" in row or "question" in row:
+        content, answer = row.get("prompt", row.get("question")), row.get("answer")
+        messages = [{"role": "user", "content": content}]
+        if "question" in row and isinstance(answer, str) and "####" in answer:      # GSM8K
+            answer = answer.rsplit("####", 1)[1]
+    else:
+        raise InputError(f"{where}: needs \"conversations\", \"prompt\" or \"question\"; found {sorted(row)[:6]}")
+    if not isinstance(content, str) or not content.strip():
+        raise InputError(f"{where}: the prompt must be text and not empty")
+    if isinstance(answer, bool) or not (answer is None or isinstance(answer, (str, int, float))):
+        raise InputError(f"{where}: \"answer\" must be text or a number")
+    return messages, None if answer is None else str(answer).strip()
+
+
+def read_prompts(path, chat, max_prompt_length, vocab_size, system="", thinking_ratio=1.0):
+    """Prompts of a JSON Lines file, rendered and encoded; longer ones than `max_prompt_length` tokens are left out.
+
+    `thinking_ratio` of the prompts (drawn by line number, the same in every run) end in an open think block.
+    Returns (list of Prompt, how many were left out). Raises InputError naming file and line.
+    """
+    prompts, too_long = [], 0
+    for where, row in read_jsonl(path):
+        messages, answer = parse_prompt(where, row)
+        if system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}] + messages
+        try:
+            text, ids = render_chat(chat, messages, random.Random(where.rsplit(":", 1)[1]).random() < thinking_ratio)
+        except InputError as e:
+            raise InputError(f"{where}: {e}") from None
+        if max(ids, default=0) >= vocab_size:
+            raise InputError(f"{where}: token id {max(ids)} lies outside the model's vocabulary of {vocab_size}; "
+                             f"tokenizer and model do not belong together")
+        if len(ids) > max_prompt_length:
+            too_long += 1
+        else:
+            prompts.append(Prompt(messages, answer, text, ids))
+    if not prompts:
+        raise InputError(f"{path}: no prompt left ({too_long} longer than {max_prompt_length} tokens)")
+    return prompts, too_long
+
+
+def batch_of_step(step, batch_size, num_rows, seed):
+    """Row numbers of step 1, 2, ...: a fresh shuffle every epoch, a function of the step alone (resume needs no state)."""
+    batch = []
+    for k in range((step - 1) * batch_size, step * batch_size):
+        epoch, place = divmod(k, num_rows)
+        if place == 0 or not batch:
+            order = torch.randperm(num_rows, generator=step_generator(seed, epoch, stream=1))
+        batch.append(int(order[place]))
+    return batch
+
+
+def step_generator(seed, step, stream=0):
+    """A random generator that depends on nothing but its numbers; every use of randomness has its own `stream`."""
+    return torch.Generator().manual_seed(random.Random(f"{seed}/{step}/{stream}").getrandbits(63))
+
+
+# ---------------------------------------------------------------- sampling
+
+@dataclass
+class Rollout:
+    """N completions of a batch of prompts; row i belongs to prompt i // G."""
+    prompts: list                   # N lists of ids
+    completion_ids: torch.Tensor    # [N,R], padded behind the end
+    completion_mask: torch.Tensor   # [N,R] bool: the tokens up to and with the first end-of-turn
+    per_token_logps: torch.Tensor   # [N,R] fp32: log-prob of each sampled token, 0 where masked
+    finished: torch.Tensor          # [N] bool: False where max_new_tokens cut the completion off
+
+
+def pad_left(sequences, pad_id):
+    """Lists of ids -> ids [B,P] and mask [B,P], the sequences flush right."""
+    width = max(map(len, sequences))
+    ids = torch.tensor([[pad_id] * (width - len(s)) + s for s in sequences])
+    return ids, torch.tensor([[0] * (width - len(s)) + [1] * len(s) for s in sequences])
+
+
+def sample_tokens(logits, temperature, noise):
+    """One token for each row from softmax(logits / temperature), and its log-prob; temperature 0 takes the largest.
+
+    logits [n,V], noise [n] uniform in [0,1) -> tokens [n], log-probs [n] (fp32). Inverse-CDF sampling: one number
+    a row decides, so a row's sample does not depend on which other rows are in the batch (and on a CPU it is some
+    twenty times faster than torch.multinomial). The sum runs in fp64: in fp32 a large vocabulary's tail would vanish.
+    """
+    logits = logits.float() / (temperature or 1.0)
+    logps = logits - logits.logsumexp(dim=-1, keepdim=True)                         # [n,V]
+    if temperature == 0:
+        tokens = logits.argmax(dim=-1)
+    else:
+        cdf = logps.exp().double().cumsum(dim=-1)                                   # [n,V]; ends near 1, not at 1
+        tokens = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True).squeeze(1)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)     # noise * total can round up to the total itself
+    return tokens, logps.gather(1, tokens[:, None]).squeeze(1)
+
+
+@torch.no_grad()
+def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0, temperature=1.0, generator=None,
+             check_every=4):
+    """Sample `num_generations` completions for each prompt with a KV cache -> Rollout.
+
+    prompts: B lists of ids. `temperature` divides the logits here and in per_token_logps; there is no top-k or
+    top-p, so what is sampled is exactly the distribution that is scored. Each prompt is prefilled once and its
+    cache handed to its group. Every `check_every` tokens the host looks which rows have ended, and they leave.
+    """
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()                                            # dropout would change what is sampled, and its log-probs
+    ids, mask = (x.to(device) for x in pad_left(prompts, pad_id))                   # [B,P]
+    B, P = ids.shape
+    N, R = B * num_generations, max_new_tokens
+    cache = KVCache(model.config.num_hidden_layers, P + R - 1)
+    ragged = any(len(p) < P for p in prompts)               # without padding attention needs no mask
+    hidden, _ = model(ids, mask if ragged else None, cache, return_hidden=True)     # [B,P,C]
+    group = torch.arange(B, device=device).repeat_interleave(num_generations)       # [N]
+    cache.select_rows(group)
+    logits = model.lm_head(hidden[:, -1])[group]                                    # [N,V]
+    mask = F.pad(mask, (0, R), value=1)[group]                                      # [N,P+R]
+
+    noise = torch.rand(N, R, generator=generator, dtype=torch.float64).to(device)
+    eos = torch.tensor(eos_ids, device=device)
+    completion_ids = torch.full((N, R), pad_id, device=device)
+    logps = torch.zeros(N, R, device=device)
+    lengths = torch.zeros(N, dtype=torch.long, device=device)
+    ended = torch.zeros(N, dtype=torch.bool, device=device)
+    rows = torch.arange(N, device=device)                   # the rows still in the batch, n of them
+    for t in range(R):
+        tokens, token_logps = sample_tokens(logits, temperature, noise[rows, t])    # [n]
+        completion_ids[rows, t], logps[rows, t] = tokens, token_logps
+        lengths[rows] += ~ended[rows]                       # the end-of-turn token itself still counts
+        ended[rows] |= torch.isin(tokens, eos)
+        if t + 1 == R:
+            break
+        if (t + 1) % check_every == 0:
+            alive = (~ended[rows]).nonzero().squeeze(1)     # the one host sync
+            if len(alive) == 0:
+                break
+            if len(alive) <= 0.9 * len(rows):               # worth copying the cache
+                rows, tokens = rows[alive], tokens[alive]
+                cache.select_rows(alive)
+        hidden, _ = model(tokens[:, None], mask[rows, :P + t + 1] if ragged else None, cache, return_hidden=True)
+        logits = model.lm_head(hidden[:, -1])                                       # [n,V]
+    model.train(was_training)
+
+    completion_mask = torch.arange(R, device=device) < lengths[:, None]             # [N,R]
+    R = int(lengths.max())
+    completion_mask = completion_mask[:, :R]
+    return Rollout([p for p in prompts for _ in range(num_generations)],
+                   completion_ids[:, :R].masked_fill(~completion_mask, pad_id), completion_mask,
+                   logps[:, :R].masked_fill(~completion_mask, 0.0), ended)
+
+
+def rollout_policy(model, dtype):
+    """The model to sample from: the policy itself in fp32; in bf16 a copy whose linear weights are cast once.
+
+    Autocast would cast them anew for every token. Embedding and norms stay fp32, as under autocast, so that the
+    sampler computes what the scorer computes.
+    """
+    if dtype == torch.float32:
+        return model
+    copy = type(model)(model.config).to(next(model.parameters()).device).requires_grad_(False)
+    copy.lm_head.weight = torch.nn.Parameter(copy.lm_head.weight.detach().clone(), requires_grad=False)    # untie
+    for module in copy.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.to(dtype)
+    update_rollout_policy(copy, model)
+    return copy
+
+
+@torch.no_grad()
+def update_rollout_policy(rollout_model, model):
+    """Bring the rollout weights up to date with the policy (nothing to do where they are the same)."""
+    if rollout_model is not model:
+        ours, theirs = rollout_model.state_dict(), model.state_dict()
+        for name in ours:
+            ours[name].copy_(theirs[name])
+
+
+# ---------------------------------------------------------------- scoring
+
+LOGITS_AT_ONCE = 2 ** 25    # at most so many logits are held in fp32 at a time: 128 MiB
+
+
+def _chunk_logps(hidden, head_weight, tokens, temperature):
+    logits = F.linear(hidden, head_weight).float() / temperature                   # [m,V]
+    return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
+
+
+def token_logps(hidden, head_weight, tokens, temperature=1.0):
+    """log softmax(hidden @ head_weight.T / temperature)[tokens]: hidden [M,C], head_weight [V,C], tokens [M] -> [M].
+
+    Works through the rows in chunks, computed again in the backward pass, so that [M,V] never stands in memory.
+    """
+    chunk = max(1, LOGITS_AT_ONCE // len(head_weight))
+    if len(tokens) <= chunk:
+        return _chunk_logps(hidden, head_weight, tokens, temperature)
+    return torch.cat([checkpoint(_chunk_logps, h, head_weight, t, temperature, use_reentrant=False)
+                      for h, t in zip(hidden.split(chunk), tokens.split(chunk))])
+
+
+def per_token_logps(model, prompts, completion_ids, completion_mask, temperature=1.0, return_aux_loss=False):
+    """Log-prob of every completion token under `model`: the one scorer for new, reference and recomputed old.
+
+    prompts: N lists of ids; completion_ids, completion_mask [N,R] -> [N,R] fp32, 0 where masked. With
+    return_aux_loss also the load-balancing loss of a mixture of experts (0 when dense).
+    """
+    device, mask = completion_ids.device, completion_mask.bool()
+    P, R = max(map(len, prompts)), max(1, int(mask.sum(dim=1).max()))               # R: the longest real completion
+    prompt_lengths = torch.tensor([len(p) for p in prompts]).to(device)             # [N]
+    ids = torch.tensor([p + [0] * (P + R - len(p)) for p in prompts]).to(device)    # [N,P+R]
+    response = prompt_lengths[:, None] + torch.arange(R, device=device)             # [N,R] place of each response token
+    ids = ids.scatter(1, response, completion_ids[:, :R] * mask[:, :R])             # prompt, completion, padding
+    real = torch.arange(P + R, device=device) < (prompt_lengths + mask.sum(dim=1))[:, None]
+    longest = int((prompt_lengths + mask.sum(dim=1)).max())
+    hidden, aux_loss = model(ids[:, :longest], real[:, :longest], right_padded=True, return_hidden=True)
+    row, place = mask[:, :R].nonzero(as_tuple=True)                                 # [M] the tokens that count
+    predictor = hidden[row, response[row, place] - 1]                               # [M,C]: what stands before each
+    head = getattr(model, "module", model).lm_head
+    logps = token_logps(predictor, head.weight, completion_ids[row, place], temperature)
+    logps = torch.zeros(mask.shape, device=device).index_put((row, place), logps)   # [N,R]
+    return (logps, aux_loss) if return_aux_loss else logps
+
+
+def micro_batches(lengths, token_budget):
+    """Split rows into groups of similar length with at most `token_budget` padded tokens each (one row always fits).
+
+    lengths: N ints -> list of lists of row numbers, together every row once.
+    """
+    groups = []
+    for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if groups and (len(groups[-1]) + 1) * lengths[row] <= token_budget:     # sorted: this row is the longest
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def sequence_lengths(rollout):
+    """Prompt plus completion tokens of each row, as a list of N ints."""
+    return [len(p) + n for p, n in zip(rollout.prompts, rollout.completion_mask.sum(dim=1).tolist())]
+
+
+@torch.no_grad()
+def score_rollout(model, rollout, temperature, token_budget):
+    """per_token_logps of a whole rollout without gradients, in micro-batches -> [N,R]."""
+    logps = torch.zeros_like(rollout.per_token_logps)
+    for rows in micro_batches(sequence_lengths(rollout), token_budget):
+        logps[rows] = per_token_logps(model, [rollout.prompts[i] for i in rows], rollout.completion_ids[rows],
+                                      rollout.completion_mask[rows], temperature)
+    return logps
+
+
+# ---------------------------------------------------------------- what a run writes
+
+def run_dir(out_dir, name):
+    """The folder of a run, made: `out_dir`, or without one the next free of out/NAME, out/NAME-2, ..."""
+    if out_dir:
+        folder = Path(out_dir)
+        if (folder / "metrics.csv").exists():
+            raise InputError(f"--out_dir {out_dir} already holds a run; name another folder")
+    else:
+        tries = (Path("out") / (f"{name}-{i}" if i > 1 else name) for i in itertools.count(1))
+        folder = next(f for f in tries if not f.exists())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"--out_dir {folder}: cannot be made ({e.strerror})") from None
+    return folder
+
+
+class RunLog:
+    """metrics.csv (a row a step), samples.jsonl (each shown completion with its reward terms), and the terminal."""
+
+    def __init__(self, out_dir, columns, steps):
+        self.out_dir, self.checkpoint = out_dir, out_dir / "checkpoint"
+        self.columns, self.steps, self.start = columns, steps, time.time()
+        self.csv = open(out_dir / "metrics.csv", "w", newline="", encoding="utf-8")
+        self.writer = csv.DictWriter(self.csv, columns)
+        self.writer.writeheader()
+
+    def row(self, metrics):
+        """Append {column: value} to metrics.csv; what a step has no value for stays empty."""
+        self.writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in metrics.items()})
+        self.csv.flush()
+
+    def line(self, metrics, names):
+        """One aligned line on the terminal: the named metrics, the time a step takes and the time left."""
+        shown = "  ".join(f"{n} {metrics[n]:7.3f}" if metrics[n] != "" else f"{n}       -" for n in names)
+        elapsed, step = time.time() - self.start, metrics["step"]
+        left = round(elapsed / step * (self.steps - step))
+        print(f"step {step:4d}/{self.steps}  {shown}  {metrics['tokens_per_second']:6.0f} tok/s"
+              f"  left {left // 60}:{left % 60:02d}", flush=True)
+
+    def samples(self, rows):
+        """Print completions with their reward terms and append them to samples.jsonl."""
+        with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        for row in rows:
+            terms = "  ".join(f"{name} {row[name]:+.2f}" for name in row if name not in
+                              ("step", "prompt", "completion", "reward", "advantage"))
+            print(f"    | {row['prompt']!r}\n    | {row['completion']!r}\n"
+                  f"    | reward {row['reward']:+.2f} ({terms})  advantage {row['advantage']:+.2f}", flush=True)
