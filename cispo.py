@@ -2,40 +2,44 @@
 
     python cispo.py                                            # the embedded task, minutes on a CPU
     python cispo.py --model DIR --data FILE.jsonl --learning_rate 1e-6     # your checkpoint, your prompts
+    torchrun --standalone --nproc_per_node=N cispo.py          # N processes, the same gradient
     python cispo.py --help                                     # every option
 
 One step:
 
     a batch of prompts -> num_generations completions each, with the log-prob of every sampled token (old)
     -> rewards, every term kept by name -> advantages inside each group -> reference log-probs (once)
-    -> num_iterations passes: log-probs (new), KL, loss, backward, clip, optimizer step -> rollout weights up to date
+    -> num_iterations passes: log-probs (new), KL, loss, backward, clip, optimizer step
+    -> rollout weights brought up to date
 
-Left out on purpose: a value network (the group mean is the baseline), token-level normalisation over the batch (Dr. GRPO,
-DAPO: the loss below is the mean over a completion's tokens, then over completions), and filtering of groups that all
-got the same reward (their advantage is 0; zero_std_fraction counts them).
+Left out on purpose: a value network (the group mean is the baseline), token-level normalisation over the
+batch (Dr. GRPO, DAPO: the loss below is the mean over a completion's tokens, then over completions), and
+filtering of groups that all got the same reward (their advantage is 0; zero_std_fraction counts them).
 
 Letters in shape comments: B prompts, G generations for each, N = B*G completions, R response length.
 """
 import argparse
 import math
-import sys
 import time
+from contextlib import nullcontext
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from model import InputError, load_checkpoint, save_checkpoint
+from model import (InputError, catch_signals, init_distributed, load_checkpoint, load_run, metrics_over_ranks,
+                   over_ranks, run_script, save_run)
 from reward import TERMS, completion_texts, compute_rewards, evaluate, parse_weights
-from rollout import (RunLog, batch_of_step, generate, load_tokenizer, micro_batches, per_token_logps, read_prompts,
-                     rollout_policy, run_dir, score_rollout, sequence_lengths, step_generator, update_rollout_policy)
-
+from rollout import (RunLog, batch_of_step, generate, load_tokenizer, micro_batches, per_token_logps,
+                     read_prompts, rollout_policy, run_dir, score_rollout, sequence_lengths, step_generator,
+                     update_rollout_policy)
 
 # ---------------------------------------------------------------- the math
 
 def group_advantages(rewards, num_generations):
     """(r - mean) / (std + 1e-4) inside each group of consecutive rows, population std: rewards [N] -> [N].
 
-    In fp64: the mean of equal numbers is then that number, and a group without contrast gives exactly 0, where fp32
-    rounding would leave a whisper that Adam blows up to a full step.
+    In fp64: the mean of equal numbers is then that number, and a group without contrast gives exactly 0,
+    where fp32 rounding would leave a whisper that Adam blows up to a full step.
     """
     grouped = rewards.double().view(-1, num_generations)                            # [B,G]
     mean, std = grouped.mean(dim=1, keepdim=True), grouped.std(dim=1, unbiased=False, keepdim=True)
@@ -43,20 +47,25 @@ def group_advantages(rewards, num_generations):
 
 
 def token_kl(per_token_logps, ref_per_token_logps):
-    """The k3 estimate of KL(policy || reference) for each token, never negative: exp(k) - k - 1, k = ref - new. [N,R]"""
+    """KL(policy || reference) of each token [N,R], never negative: exp(k) - k - 1 with k = ref - new (the k3
+    estimate).
+    """
     k = ref_per_token_logps - per_token_logps
     return torch.exp(k) - k - 1
 
 
-def cispo_loss(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, completion_mask, epsilon_high, beta):
-    """-(clamp(ratio, max=epsilon_high).detach()*A*new - beta*KL), averaged over each completion's valid tokens, then
-    over completions.
+def cispo_loss(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, completion_mask,
+               epsilon_high, beta):
+    """-(clamp(ratio, max=epsilon_high).detach()*A*new - beta*KL), averaged over each completion's valid
+    tokens, then over completions.
 
     *_logps [N,R] (the reference may be None when beta is 0), advantages [N], completion_mask [N,R] -> scalar.
-    The ratio is only a weight: detached, it lets the gradient through log pi alone, and a capped token still learns.
+    The ratio is a weight and no more: detached, it leaves log pi as the gradient's one path, and a
+    token whose weight is capped still learns.
     """
     mask = completion_mask.bool()
-    new, old = (x.masked_fill(~mask, 0.0) for x in (per_token_logps, old_per_token_logps))   # padding may hold NaN
+    new = per_token_logps.masked_fill(~mask, 0.0)       # padding may hold anything, NaN too
+    old = old_per_token_logps.masked_fill(~mask, 0.0)
     ratio = torch.exp(new - old)
     clamped_ratio = torch.clamp(ratio, max=epsilon_high).detach()
     per_token_loss = -clamped_ratio * advantages[:, None] * new
@@ -73,31 +82,35 @@ def clipped_tokens(ratio, advantages, epsilon_high):
 # ---------------------------------------------------------------- options
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(prog="cispo.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser("cispo.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--model", default="data/arithmetic/base", help="checkpoint folder to start from, also the reference")
     add("--data", default="data/arithmetic/train.jsonl", help="training prompts, JSON Lines")
-    add("--eval_data", default="data/arithmetic/test.jsonl", help="held-out prompts with answers; \"\" for none")
-    add("--out_dir", default="", help="folder of this run; \"\" takes the next free out/cispo, out/cispo-2, ...")
+    add("--eval_data", default="data/arithmetic/test.jsonl", help="held-out prompts, answers; '' for none")
+    add("--out_dir", default="", help="folder of the run; '' takes the next free out/cispo, out/cispo-2 ..")
+    add("--resume", action="store_true", help="go on with the run in --out_dir")
+    add("--overwrite", action="store_true", help="start anew in an --out_dir that holds a run")
     # the rollout
     add("--steps", type=int, default=60, help="rollouts to train on")
-    add("--batch_size", type=int, default=32, help="prompts for each step")
+    add("--batch_size", type=int, default=32, help="prompts for each step, over all processes")
     add("--num_generations", type=int, default=8, help="completions for each prompt: the group")
     add("--max_new_tokens", type=int, default=48, help="longest completion, in tokens")
     add("--max_prompt_length", type=int, default=512, help="longer prompts are left out, in tokens")
     add("--temperature", type=float, default=1.0, help="divides the logits, in the sampler and in the scorer")
     add("--system", default="", help="system message for prompts that have none")
     add("--thinking_ratio", type=float, default=1.0, help="share of the prompts that open a think block")
-    add("--reward_weights", default="answer=1,length=1,thinking=1,repetition=1", help="weight of each reward term")
+    add("--reward_weights", default="answer=1,length=1,thinking=1,repetition=1",
+        help="of the terms, 1 if left out")
     # the objective
-    add("--epsilon_high", type=float, default=5.0, help="the cap on the ratio itself (papers often say 1 + epsilon_high)")
+    # epsilon_high is the cap itself: papers and other libraries often write the cap as 1 + epsilon_high
+    add("--epsilon_high", type=float, default=5.0, help="largest weight: the ratio is capped at this value")
     add("--beta", type=float, default=0.01, help="weight of the KL to the reference; 0 loads no reference")
-    add("--num_iterations", type=int, default=2, help="passes over each rollout (mu); with 1 the ratio is always 1")
+    add("--num_iterations", type=int, default=2, help="passes over each rollout (mu); with 1 the ratio is 1")
     add("--num_mini_batches", type=int, default=1, help="optimizer steps in each pass")
-    add("--recompute_old", action="store_true", help="take old log-probs from the scorer, not from the sampler")
+    add("--recompute_old", action="store_true", help="old log-probs from the scorer, not from the sampler")
     # the optimizer
     add("--learning_rate", type=float, default=3e-4, help="peak; for a pretrained checkpoint try 1e-6")
-    add("--lr_schedule", choices=("cosine", "constant"), default="cosine", help="cosine falls to a tenth of the peak")
+    add("--lr_schedule", choices=("cosine", "constant"), default="cosine", help="cosine: to a tenth")
     add("--warmup_steps", type=int, default=5, help="steps of linear warm-up")
     add("--weight_decay", type=float, default=0.0, help="AdamW's")
     add("--grad_clip", type=float, default=1.0, help="largest gradient norm")
@@ -108,24 +121,20 @@ def parse_args(argv=None):
     add("--save_interval", type=int, default=50, help="steps between checkpoints")
     add("--seed", type=int, default=0, help="of the data order and the sampling")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of autocast; auto: bf16 on CUDA")
-    add("--wandb", default="", help="log to this Weights & Biases project as well")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bf16 if on CUDA")
     args = parser.parse_args(argv)
-    for name in ("steps", "batch_size", "max_new_tokens", "max_prompt_length", "num_iterations", "num_mini_batches",
-                 "learning_rate", "temperature", "grad_clip", "micro_batch_tokens", "epsilon_high", "eval_interval",
-                 "sample_interval", "save_interval"):
+    for name in ("steps", "batch_size", "max_new_tokens", "max_prompt_length", "num_iterations",
+                 "num_mini_batches", "learning_rate", "temperature", "grad_clip", "micro_batch_tokens",
+                 "eval_interval", "sample_interval", "save_interval", "epsilon_high"):
         if not 0 < getattr(args, name) < math.inf:
             parser.error(f"--{name} must be positive, not {getattr(args, name)}")
     for name in ("beta", "weight_decay", "warmup_steps"):
         if not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} must not be negative, not {getattr(args, name)}")
     if args.num_generations < 2:
-        parser.error(f"--num_generations must be at least 2, not {args.num_generations}: a group of one has no contrast")
+        parser.error(f"--num_generations must be at least 2, not {args.num_generations}: one has no contrast")
     if not 0 <= args.thinking_ratio <= 1:
         parser.error(f"--thinking_ratio must lie in [0, 1], not {args.thinking_ratio}")
-    if (args.batch_size * args.num_generations) % args.num_mini_batches:
-        parser.error(f"--num_mini_batches {args.num_mini_batches} must divide batch_size * num_generations = "
-                     f"{args.batch_size * args.num_generations}")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: no CUDA device here; use --device cpu")
     return args
@@ -140,135 +149,185 @@ def learning_rate_at(step, args):
 
 # ---------------------------------------------------------------- the run
 
-COLUMNS = ("step", "eval_accuracy", "reward", *(f"reward_{name}" for name in TERMS), "accuracy", "kl", "clip_fraction",
-           "ratio_mean", "ratio_min", "ratio_max", "entropy", "completion_length", "truncated_fraction",
-           "zero_std_fraction", "loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
+COLUMNS = ("step", "eval_accuracy", "reward", *(f"reward_{name}" for name in TERMS), "accuracy", "kl",
+           "clip_fraction", "ratio_mean", "ratio_min", "ratio_max", "entropy", "completion_length",
+           "truncated_fraction", "zero_std_fraction", "loss", "grad_norm", "skipped_updates", "learning_rate",
+           "tokens_per_second", "seconds")
 
 
 def main(argv=None):
     args = parse_args(argv)
-    weights = parse_weights(args.reward_weights)
-    device, G = torch.device(args.device), args.num_generations
+    weights, G = parse_weights(args.reward_weights), args.num_generations
+    rank, world, device = init_distributed(args.device)
+    if args.batch_size % world:
+        raise InputError(f"--batch_size {args.batch_size} must be a multiple of the {world} processes")
+    if args.batch_size // world * G % args.num_mini_batches:
+        raise InputError(f"--num_mini_batches {args.num_mini_batches} must divide the "
+                         f"{args.batch_size // world * G} completions of a process")
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
              "bfloat16": torch.bfloat16, "float32": torch.float32}[args.dtype]
-    torch.manual_seed(args.seed)
-    start = time.time()
 
-    def autocast():     # one precision path for old, new and reference; master weights and optimizer stay fp32
+    def autocast():    # one precision path for old, new and reference; master weights and optimizer stay fp32
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
+    # data, policy, reference, optimizer
     chat = load_tokenizer(args.model)
-    policy = load_checkpoint(args.model).to(device).eval()      # eval: dropout would tell new from old log-probs
-    longest_prompt = min(args.max_prompt_length, policy.config.max_position_embeddings - args.max_new_tokens)
-
-    def read(path):
-        return read_prompts(path, chat, longest_prompt, policy.config.vocab_size, args.system, args.thinking_ratio)
-
-    train, left_out = read(args.data)
-    test = read(args.eval_data)[0] if args.eval_data else []
+    policy = load_checkpoint(args.model).to(device).eval()   # eval: dropout would tell new from old log-probs
+    config = policy.config
+    longest_prompt = min(args.max_prompt_length, config.max_position_embeddings - args.max_new_tokens)
+    if longest_prompt < 1:
+        raise InputError(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the model's "
+                         f"max_position_embeddings is {config.max_position_embeddings}")
+    train, left_out = read_prompts(args.data, chat, longest_prompt, config.vocab_size, args.system,
+                                   args.thinking_ratio)
+    test = read_prompts(args.eval_data, chat, longest_prompt, config.vocab_size, args.system,
+                        args.thinking_ratio)[0] if args.eval_data else []
     if any(p.answer is None for p in test):
         raise InputError(f"{args.eval_data}: every held-out row needs an answer")
-    reference = load_checkpoint(args.model).to(device).eval().requires_grad_(False) if args.beta > 0 else None
+    reference = None
+    if args.beta > 0:
+        reference = rollout_policy(load_checkpoint(args.model).to(device), dtype)
+        reference.eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=args.weight_decay, fused=device.type == "cuda")
-    sampler = rollout_policy(policy, dtype)
-    log = RunLog(run_dir(args.out_dir, "cispo"), COLUMNS, args.steps)
-    print(f"{sum(p.numel() for p in policy.parameters()) / 1e6:.2f}M parameters on {device} in {dtype}; {len(train)} "
-          f"prompts ({left_out} too long), {len(test)} held out; {args.steps} steps of {args.batch_size} x {G}; "
-          f"writing to {log.out_dir}")
+
+    # a new run, or the state of an old one
+    first, held_out = 0, {}
+    if args.resume and args.out_dir:
+        first, held_out = load_run(args.out_dir, "cispo", policy, optimizer)
+    num_params = sum(p.numel() for p in policy.parameters())
+    if rank == 0:
+        log = RunLog(run_dir(args.out_dir, "cispo", args.resume, args.overwrite, 20 * num_params), COLUMNS,
+                     args.steps, first)
+        print(f"{num_params / 1e6:.2f}M parameters on {device}, {dtype}; {len(train)} prompts ({left_out} "
+              f"too long), {len(test)} held out; {args.steps} steps of {args.batch_size} x {G}; "
+              f"writing to {log.out_dir}")
+    sampler, ddp = rollout_policy(policy, dtype), policy
+    if world > 1:       # every forward that is trained goes through the wrapper: it averages the gradients
+        ddp = DistributedDataParallel(policy, [device.index] if device.type == "cuda" else None)
+    caught, bad_updates = catch_signals(), 0
 
     def eval_accuracy():
         with autocast():
-            return evaluate(sampler, chat, test, args.max_new_tokens, 1.0, step_generator(args.seed, 0, stream=2))
+            return evaluate(sampler, chat, test, args.max_new_tokens, 1.0, args.seed, rank, world)
 
-    before = accuracy = eval_accuracy() if test else math.nan
-    log.row({"step": 0, "eval_accuracy": accuracy if test else "", "seconds": time.time() - start})
-    print(f"held-out accuracy before training: {before:.3f}")
-    for step in range(1, args.steps + 1):
+    if test and first == 0:
+        held_out["before"] = held_out["best"] = eval_accuracy()
+        if rank == 0:
+            log.row({"step": 0, "eval_accuracy": held_out["before"]})
+            print(f"held-out accuracy before training: {held_out['before']:.3f}", flush=True)
+    for step in range(first + 1, args.steps + 1):
         tic = time.time()
-        lr = learning_rate_at(step, args)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = learning_rate_at(step, args)
 
-        # rollout: N = B*G completions with the log-probs they were sampled with
+        # rollout: this process's share of the batch, N completions with the log-probs they were sampled with
         batch = [train[i] for i in batch_of_step(step, args.batch_size, len(train), args.seed)]
+        share = len(batch) // world
+        noise = torch.rand(len(batch) * G, args.max_new_tokens, dtype=torch.float64,
+                           generator=step_generator(args.seed, step))
+        batch, noise = batch[rank * share:][:share], noise[rank * share * G:][:share * G]
         with autocast():
-            rollout = generate(sampler, [p.ids for p in batch], G, args.max_new_tokens, chat.eos_ids, chat.pad_id,
-                               args.temperature, step_generator(args.seed, step))
-        mask, lengths = rollout.completion_mask, sequence_lengths(rollout)          # [N,R], N ints
+            rollout = generate(sampler, [p.ids for p in batch], G, args.max_new_tokens, chat.eos_ids,
+                               chat.pad_id, args.temperature, noise=noise)
+        mask, lengths = rollout.completion_mask, sequence_lengths(rollout)              # [N,R], N ints
 
         # rewards and group advantages
         texts, prompts = completion_texts(chat, rollout), [p for p in batch for _ in range(G)]
-        rewards, terms = compute_rewards(texts, [p.answer for p in prompts], [p.text for p in prompts], weights)
-        advantages = group_advantages(rewards, G).to(device)                        # [N]
+        rewards, terms = compute_rewards(texts, [p.answer for p in prompts], [p.text for p in prompts],
+                                         weights)
+        advantages = group_advantages(rewards, G).to(device)                            # [N]
 
         # old and reference log-probs, once for each rollout
         with autocast():
-            old = (score_rollout(policy, rollout, args.temperature, args.micro_batch_tokens) if args.recompute_old
-                   else rollout.per_token_logps)                                    # [N,R]
-            ref = (score_rollout(reference, rollout, args.temperature, args.micro_batch_tokens) if reference
-                   else None)
+            old, ref = rollout.per_token_logps, None                                    # [N,R]
+            if args.recompute_old:
+                old = score_rollout(policy, rollout, args.temperature, args.micro_batch_tokens)
+            if reference is not None:
+                ref = score_rollout(reference, rollout, args.temperature, args.micro_batch_tokens)
 
-        # num_iterations passes; the gradient of a mini-batch is summed over micro-batches, weighted by their rows
-        ratios, kls, clipped, losses, grad_norms = [], [], [], [], []
+        # num_iterations passes; a mini-batch's gradient is the sum over micro-batches, weighted by their rows
+        ratios, kls, clipped, losses, grad_norms, skipped = [], [], [], [], [], 0
         for iteration in range(args.num_iterations):
-            shuffled = torch.randperm(len(lengths), generator=step_generator(args.seed, step, stream=3 + iteration))
-            for mini in shuffled.view(args.num_mini_batches, -1).tolist():
+            generator = step_generator(args.seed, step, stream=3 + iteration)
+            order = torch.randperm(len(lengths), generator=generator)
+            for mini in order.view(args.num_mini_batches, -1).tolist():
                 optimizer.zero_grad(set_to_none=True)
-                for part in micro_batches([lengths[i] for i in mini], args.micro_batch_tokens):
+                losses.append(0.0)
+                micro = micro_batches([lengths[i] for i in mini], args.micro_batch_tokens)
+                for m, part in enumerate(micro):
                     rows = [mini[i] for i in part]
-                    with autocast():
-                        new, aux_loss = per_token_logps(policy, [rollout.prompts[i] for i in rows],
-                                                        rollout.completion_ids[rows], mask[rows], args.temperature,
-                                                        return_aux_loss=True)       # [n,R]
-                    loss = aux_loss + cispo_loss(new, old[rows], ref[rows] if reference else None, advantages[rows],
-                                                mask[rows], args.epsilon_high, args.beta)
-                    (loss * len(rows) / len(mini)).backward()
+                    # processes exchange gradients once, in the last micro-batch
+                    with ddp.no_sync() if world > 1 and m + 1 < len(micro) else nullcontext():
+                        with autocast():
+                            new, aux_loss = per_token_logps(ddp, [rollout.prompts[i] for i in rows],
+                                                            rollout.completion_ids[rows], mask[rows],
+                                                            args.temperature, return_aux_loss=True)
+                        loss = aux_loss + cispo_loss(new, old[rows], None if ref is None else ref[rows],
+                                                    advantages[rows], mask[rows],
+                                                    args.epsilon_high, args.beta)
+                        (loss * len(rows) / len(mini)).backward()
                     with torch.no_grad():
-                        ratio = torch.exp(new - old[rows])
+                        ratio, kept = torch.exp(new - old[rows]), mask[rows]
                         wide = advantages[rows, None].expand_as(ratio)
-                        ratios.append(ratio[mask[rows]])
-                        clipped.append(clipped_tokens(ratio, wide, args.epsilon_high)[mask[rows]].float())
-                        kls.append(token_kl(new, ref[rows])[mask[rows]] if reference else ratio.new_zeros(1))
-                        losses.append(loss.detach() * len(rows) / len(mini))
-                grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip))
-                optimizer.step()
+                        bound = clipped_tokens(ratio, wide, args.epsilon_high)
+                        ratios.append(ratio[kept])
+                        clipped.append(bound[kept].float())
+                        kls.append(token_kl(new, ref[rows])[kept] if ref is not None else 0 * ratio[kept])
+                        losses[-1] += loss.item() * len(rows) / len(mini)
+                grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item())
+                if math.isfinite(over_ranks([losses[-1] + grad_norms[-1]])[0]):
+                    optimizer.step()
+                    bad_updates = 0
+                else:           # weights are never touched by a NaN
+                    skipped, bad_updates = skipped + 1, bad_updates + 1
+                    if bad_updates == 10:
+                        raise InputError(f"step {step}: ten updates in a row had a loss or gradient that is "
+                                         f"not finite; try a lower --learning_rate or --dtype float32")
         update_rollout_policy(sampler, policy)
 
-        # log, show samples, save
-        last = step == args.steps
-        ratio, updates = torch.cat(ratios), args.num_iterations * args.num_mini_batches
-        metrics = {
-            "step": step, "eval_accuracy": "", "reward": rewards.mean().item(),
-            **{f"reward_{name}": sum(t[name] for t in terms) / len(terms) for name in terms[0]},
+        # measure, log, show samples, save
+        last, ratio = step == args.steps, torch.cat(ratios)
+        stop = max(over_ranks([caught[0] if caught else 0], "MAX"))
+        metrics = metrics_over_ranks({
+            "step": step, "reward": rewards.mean().item(),
+            **{f"reward_{name}": sum(t[name] for t in terms) / len(terms) for name in TERMS},
             "accuracy": sum(t["answer"] for t in terms) / len(terms),
             "kl": torch.cat(kls).mean().item(), "clip_fraction": torch.cat(clipped).mean().item(),
-            "ratio_mean": ratio.mean().item(), "ratio_min": ratio.min().item(), "ratio_max": ratio.max().item(),
+            "ratio_mean": ratio.mean().item(), "ratio_min": ratio.min().item(),
+            "ratio_max": ratio.max().item(),
             "entropy": -rollout.per_token_logps[mask].mean().item(),
             "completion_length": mask.sum(dim=1).float().mean().item(),
             "truncated_fraction": 1 - rollout.finished.float().mean().item(),
             "zero_std_fraction": (rewards.view(-1, G).std(dim=1) < 1e-6).float().mean().item(),
-            "loss": sum(losses).item() / updates, "grad_norm": torch.stack(grad_norms).mean().item(),
-            "learning_rate": lr, "tokens_per_second": mask.sum().item() / (time.time() - tic)}
+            "loss": sum(losses) / len(losses), "grad_norm": sum(grad_norms) / len(grad_norms),
+            "skipped_updates": skipped, "learning_rate": learning_rate_at(step, args),
+            "tokens_per_second": world * mask.sum().item() / (time.time() - tic)})
+        metrics["eval_accuracy"] = ""
         if test and (last or step % args.eval_interval == 0):
-            metrics["eval_accuracy"] = accuracy = eval_accuracy()
-        metrics["seconds"] = time.time() - start
-        log.row(metrics)
-        log.line(metrics, ("reward", "accuracy", "eval_accuracy", "kl", "clip_fraction", "completion_length"))
-        if last or step % args.sample_interval == 0:
-            log.samples([{"step": step, "prompt": prompts[i].text, "completion": texts[i], **terms[i],
-                          "reward": rewards[i].item(), "advantage": advantages[i].item()}
-                         for i in (rewards[:G].argmax().item(), rewards[:G].argmin().item())])
-        if last or step % args.save_interval == 0:
-            save_checkpoint(policy, log.checkpoint, args.model)
-    if test:
-        print(f"held-out accuracy {before:.3f} -> {accuracy:.3f} ({len(test)} prompts, one sample each at temperature 1)")
-    print(f"checkpoint in {log.checkpoint}")
+            metrics["eval_accuracy"] = eval_accuracy()
+            held_out["best"] = max(held_out["best"], metrics["eval_accuracy"])
+        if rank == 0:
+            log.row(metrics)
+            log.line(metrics, ("reward", "accuracy", "eval_accuracy", "kl", "clip_fraction",
+                               "completion_length"))
+            if last or step % args.sample_interval == 0:
+                log.samples([{"step": step, "prompt": prompts[i].text, "completion": texts[i], **terms[i],
+                              "reward": rewards[i].item(), "advantage": advantages[i].item()}
+                             for i in (rewards[:G].argmax().item(), rewards[:G].argmin().item())])
+            if last or stop or step % args.save_interval == 0:
+                save_run(log.out_dir, "cispo", policy, optimizer, step, held_out, args.model)
+        if stop and not last:
+            if rank == 0:
+                print(f"stopped after step {step}; go on with --resume --out_dir {log.out_dir}", flush=True)
+            raise SystemExit(128 + int(stop))
+    if rank == 0 and first < args.steps:
+        if test:
+            after = metrics["eval_accuracy"]
+            print(f"held-out accuracy {held_out['before']:.3f} -> {after:.3f}, best {held_out['best']:.3f} "
+                  f"({len(test)} prompts, one sample each at temperature 1)")
+        print(f"checkpoint in {log.out_dir / 'checkpoint'}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        print(f"cispo.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main, "cispo.py")

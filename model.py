@@ -11,10 +11,13 @@ import json
 import math
 import os
 import shutil
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -59,7 +62,8 @@ class MiniMindConfig:
         if self.inference_rope_scaling and self.rope_scaling is None:
             self.rope_scaling = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 2048,
                                  "beta_fast": 32, "beta_slow": 1, "attention_factor": 1.0}
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads",
                      "head_dim", "intermediate_size", "max_position_embeddings", "num_experts"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -87,8 +91,9 @@ class RMSNorm(nn.Module):
 def rope_frequencies(config):
     """Angle per position of each of the D/2 pairs: theta^(-2i/D) (RoFormer), stretched by YaRN if asked for.
 
-    YaRN (arXiv 2309.00071, eq. 23): pairs that turn often within the trained length stay, pairs that turn less
-    than `beta_slow` times are slowed by `factor`, with a linear ramp between. Returns ([D/2] fp32, scale of cos and sin).
+    YaRN (arXiv 2309.00071, eq. 23): pairs that turn often within the trained length stay, pairs that turn
+    less than `beta_slow` times are slowed by `factor`, with a linear ramp between. Returns ([D/2] fp32, scale
+    of cos and sin).
     """
     pairs = config.head_dim // 2
     freqs = config.rope_theta ** (-torch.arange(pairs, dtype=torch.float32) * 2 / config.head_dim)
@@ -112,7 +117,9 @@ def rope_frequencies(config):
 
 
 def rotate(x, cos, sin):
-    """RoPE on x [B,heads,T,D]; cos and sin [B or 1,1,T,D/2]. Pair i is (x[i], x[i + D/2]), as in Hugging Face."""
+    """RoPE on x [B,heads,T,D]; cos and sin [B or 1,1,T,D/2]. Pair i is (x[i], x[i + D/2]), as in Hugging
+    Face.
+    """
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -120,7 +127,8 @@ def rotate(x, cos, sin):
 class KVCache:
     """Static key/value memory of `capacity` positions, written in place, allocated at the first append.
 
-    Row r of every layer belongs to sequence r. All rows share one length: shorter prompts are padded on the left.
+    Row r of every layer belongs to sequence r. All rows share one length: shorter prompts are padded on the
+    left.
     """
 
     def __init__(self, num_layers, capacity):
@@ -128,7 +136,9 @@ class KVCache:
         self.capacity, self.length = capacity, 0
 
     def append(self, layer, k, v):
-        """Write k, v [B,K,T,D] behind the filled part; returns views of all keys and values so far [B,K,S,D]."""
+        """Write k, v [B,K,T,D] behind the filled part; returns views of all keys and values so far
+        [B,K,S,D].
+        """
         if self.keys[layer] is None:
             B, K, _, D = k.shape
             self.keys[layer], self.values[layer] = k.new_empty(2, B, K, self.capacity, D)
@@ -138,7 +148,9 @@ class KVCache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def select_rows(self, rows):
-        """Keep `rows` (indices, repeats allowed): hands a prompt's cache to its group, drops finished rows."""
+        """Keep `rows` (indices, repeats allowed): hands a prompt's cache to its group, drops finished
+        rows.
+        """
         for layer in range(len(self.keys)):
             self.keys[layer] = self.keys[layer].index_select(0, rows)
             self.values[layer] = self.values[layer].index_select(0, rows)
@@ -147,7 +159,8 @@ class KVCache:
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        C, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        C, H, K, D = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
+                      config.head_dim)
         self.head_dim, self.dropout = D, config.dropout
         self.q_proj = nn.Linear(C, H * D, bias=False)
         self.k_proj = nn.Linear(C, K * D, bias=False)
@@ -203,10 +216,11 @@ class MixtureOfExperts(nn.Module):
         y = torch.zeros_like(flat)
         for e, expert in enumerate(self.experts):
             token, slot = (chosen == e).nonzero(as_tuple=True)
-            # An expert without tokens still runs, on none: its zero gradient keeps every rank's reduction whole.
+            # An expert without tokens still runs, on none: its zero gradient keeps every rank's reduction
+            # whole.
             y.index_add_(0, token, (expert(flat[token]) * weights[token, slot, None]).type_as(y))
-        # Switch Transformer, eq. 4-6: E * sum over experts of (share of tokens) * (mean probability); padding is not
-        # a token. With k > 1 the shares add up to k, as in MiniMind.
+        # Switch Transformer, eq. 4-6: E * sum over experts of (share of tokens) * (mean probability); padding
+        # is not a token. With k > 1 the shares add up to k, as in MiniMind.
         real = torch.ones(len(flat), 1, device=x.device) if valid is None else valid.reshape(-1, 1).float()
         share = F.one_hot(chosen, c.num_experts).sum(dim=1).float()                     # [B*T,E]
         tokens = real.sum().clamp(min=1)
@@ -254,9 +268,10 @@ class MiniMind(nn.Module):
     def forward(self, input_ids, attention_mask=None, cache=None, right_padded=False, return_hidden=False):
         """Logits [B,T,V]; with return_hidden, (the head's input [B,T,C], load-balancing loss) instead.
 
-        attention_mask [B,S]: 1 where a token is real, on whichever side the padding stands; with a cache it covers
-        the cached keys too. Positions count real tokens only, so padding does not move a sequence. `right_padded`
-        says that padding only follows the tokens: the causal mask hides it already, and attention needs no dense mask.
+        attention_mask [B,S]: 1 where a token is real, on whichever side the padding stands; with a cache it
+        covers the cached keys too. Positions count real tokens only, so padding does not move a sequence.
+        `right_padded` says that padding only follows the tokens: the causal mask hides it already, and
+        attention needs no dense mask.
         """
         B, T = input_ids.shape
         start = cache.length if cache is not None else 0
@@ -268,7 +283,8 @@ class MiniMind(nn.Module):
         if attention_mask is not None and not right_padded:
             real = attention_mask.bool()                                # [B,S]
             keys = torch.arange(start + T, device=input_ids.device)
-            # A query always sees itself: a row of nothing but padding would otherwise be a softmax over nothing.
+            # A query always sees itself: a row of nothing but padding would otherwise be a softmax over
+            # nothing.
             itself = keys == positions[0, :, None]                      # [T,S]
             mask = (real[:, None, :] & (keys <= positions[0, :, None]) | itself)[:, None]   # [B,1,T,S]
             positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, start:]                # [B,T]
@@ -298,7 +314,8 @@ def read_json(path):
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
     except (json.JSONDecodeError, RecursionError) as e:
-        raise InputError(f"{path}:{getattr(e, 'lineno', 1)}: not valid JSON ({getattr(e, 'msg', e)})") from None
+        line, why = getattr(e, "lineno", 1), getattr(e, "msg", e)
+        raise InputError(f"{path}:{line}: not valid JSON ({why})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
     return value
@@ -311,7 +328,7 @@ def config_from_hf(hf, where="config.json"):
     """
     kind = hf.get("model_type")
     if kind not in ("qwen3", "qwen3_moe", "minimind"):
-        raise InputError(f"{where}: model_type {kind!r} is not supported; known are qwen3, qwen3_moe, minimind")
+        raise InputError(f"{where}: model_type {kind!r} is not supported; known: qwen3, qwen3_moe, minimind")
     only = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,),
             "quantization_config": (), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)}
     for key, allowed in only.items():
@@ -322,7 +339,8 @@ def config_from_hf(hf, where="config.json"):
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "yarn"):
         raise InputError(f"{where}: rope type {rope_type!r} is not supported; known are default, yarn")
-    names = set(MiniMindConfig.__dataclass_fields__) - {"rope_theta", "rope_scaling", "use_moe", "num_experts"}
+    names = set(MiniMindConfig.__dataclass_fields__) - {"rope_theta", "rope_scaling", "use_moe",
+                                                        "num_experts"}
     kept = {k: v for k, v in hf.items() if k in names and v is not None}
     experts = hf.get("num_experts") or hf.get("num_local_experts") or 4
     # MiniMind-3 leaves the head tied unless its config says otherwise; Qwen3's own default is untied.
@@ -331,7 +349,8 @@ def config_from_hf(hf, where="config.json"):
         kept.pop("inference_rope_scaling", None)
     try:
         return MiniMindConfig(rope_theta=float(theta), rope_scaling=rope if rope_type == "yarn" else None,
-                              use_moe=kind == "qwen3_moe" or bool(hf.get("use_moe")), num_experts=experts, **kept)
+                              use_moe=kind == "qwen3_moe" or bool(hf.get("use_moe")),
+                              num_experts=experts, **kept)
     except (TypeError, ValueError, ZeroDivisionError) as e:
         raise InputError(f"{where}: a size has the wrong type or value ({e})") from None
     except InputError as e:
@@ -339,7 +358,9 @@ def config_from_hf(hf, where="config.json"):
 
 
 def config_to_hf(config):
-    """The config.json of a saved checkpoint: Qwen3 when dense, Qwen3-MoE when not, readable by transformers 4 and 5."""
+    """The config.json of a saved checkpoint: Qwen3 when dense, Qwen3-MoE when not, readable by transformers 4
+    and 5.
+    """
     hf = {k: v for k, v in vars(config).items() if k not in ("use_moe", "inference_rope_scaling", "dropout")}
     hf.update(architectures=["Qwen3MoeForCausalLM" if config.use_moe else "Qwen3ForCausalLM"],
               model_type="qwen3_moe" if config.use_moe else "qwen3", hidden_act="silu", attention_bias=False,
@@ -367,7 +388,7 @@ def read_tensors(folder):
         try:
             tensors.update(load_file(file))
         except FileNotFoundError:
-            raise InputError(f"{file}: no such file; a checkpoint needs model.safetensors or its shards") from None
+            raise InputError(f"{file}: no such file; a checkpoint needs its weights") from None
         except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as e:
             raise InputError(f"{file}: not a readable safetensors file ({str(e).splitlines()[0]})") from None
     return tensors
@@ -396,7 +417,8 @@ def load_checkpoint(path):
     problems += [f"unexpected {n}" for n in tensors if n not in expected]
     problems += [f"{n} has shape {list(t.shape)}, config.json makes it {list(expected[n].shape)}"
                  for n, t in tensors.items() if n in expected and t.shape != expected[n].shape]
-    problems += [f"{n} is {t.dtype}, not floating point" for n, t in tensors.items() if not t.is_floating_point()]
+    problems += [f"{n} is {t.dtype}, not floating point" for n, t in tensors.items()
+                 if not t.is_floating_point()]
     if problems:
         more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise InputError(f"{path}: the tensors do not fit the config: {'; '.join(problems[:4])}{more}")
@@ -406,7 +428,9 @@ def load_checkpoint(path):
 
 
 def write_atomically(path, write):
-    """Let `write(temporary_path)` write a file, then move it to `path` in one step: a kill leaves the old one whole."""
+    """Let `write(temporary_path)` write a file, then move it to `path` in one step: a kill leaves the old one
+    whole.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
@@ -420,7 +444,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def save_checkpoint(model, out_dir, tokenizer_dir=None):
-    """Write a Hugging Face folder: config.json, model.safetensors in fp32, and the tokenizer files of `tokenizer_dir`.
+    """Write a Hugging Face folder: config.json, model.safetensors in fp32, and the tokenizer files of
+    `tokenizer_dir`.
 
     Each file is replaced in one step, the weights last.
     """
@@ -428,10 +453,115 @@ def save_checkpoint(model, out_dir, tokenizer_dir=None):
     out_dir.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if tokenizer_dir is not None and (Path(tokenizer_dir) / name).exists():
-            write_atomically(out_dir / name, lambda tmp, name=name: shutil.copyfile(Path(tokenizer_dir) / name, tmp))
+            write_atomically(out_dir / name, lambda tmp,
+                             name=name: shutil.copyfile(Path(tokenizer_dir) / name, tmp))
     text = json.dumps(config_to_hf(model.config), indent=2) + "\n"
     write_atomically(out_dir / "config.json", lambda tmp: tmp.write_text(text))
     tensors = {n: t.detach().float().cpu().contiguous() for n, t in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     write_atomically(out_dir / "model.safetensors", lambda tmp: save_file(tensors, tmp, {"format": "pt"}))
+
+
+# ---------------------------------------------------------------- a run: processes, resume state, ending
+
+def init_distributed(device_name):
+    """Join the processes that torchrun started, if any -> (rank, number of processes, device of this one)."""
+    device, world = torch.device(device_name), int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), world, device
+
+
+def over_ranks(values, op="SUM"):
+    """Sum (or MIN, MAX) of a list of numbers over all processes -> list of floats."""
+    if not dist.is_initialized():
+        return [float(v) for v in values]
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+    return tensor.tolist()
+
+
+def metrics_over_ranks(metrics):
+    """One dict of metrics from every process's own: the mean of each, but the extremes of *_min and *_max."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for op, names in (("MIN", [n for n in metrics if n.endswith("_min")]),
+                      ("MAX", [n for n in metrics if n.endswith("_max")]),
+                      ("SUM", [n for n in metrics if not n.endswith(("_min", "_max"))])):
+        values = over_ranks([metrics[n] for n in names], op)
+        metrics.update({n: v / world if op == "SUM" else v for n, v in zip(names, values)})
+    return metrics
+
+
+def save_run(out_dir, script, model, optimizer, step, held_out, tokenizer_dir):
+    """Save what --resume needs (state.pt: fp32 weights and optimizer in one file) and the checkpoint folder.
+
+    Batches, noise and dropout are functions of seed and step, so the step stands for every random generator.
+    """
+    state = {"script": script, "config": vars(model.config), "step": step, "held_out": held_out,
+             "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    try:
+        write_atomically(Path(out_dir) / "state.pt", lambda tmp: torch.save(state, tmp))
+        save_checkpoint(model, Path(out_dir) / "checkpoint", tokenizer_dir)
+    except (OSError, RuntimeError, SafetensorError) as e:   # each library words a full disk in its own way
+        raise InputError(f"{out_dir}: cannot save step {step} ({str(e).splitlines()[0]}); the last "
+                         f"checkpoint there is whole: make room, go on with --resume") from None
+
+
+def load_run(out_dir, script, model, optimizer):
+    """Bring model and optimizer to the state that `save_run` left in out_dir -> (step, held_out)."""
+    path = Path(out_dir) / "state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)   # a pickle can run code
+        saved = {key: state[key] for key in ("script", "config", "step", "held_out", "model", "optimizer")}
+    except FileNotFoundError:
+        raise InputError(f"--resume: {path} does not exist; there is no run to go on with") from None
+    except Exception as e:
+        raise InputError(f"--resume: {path} cannot be read ({str(e).splitlines()[0]})") from None
+    if saved["script"] != script:
+        raise InputError(f"--resume: {path} was written by {saved['script']}.py, this is {script}.py")
+    differing = [f"{k} {saved['config'].get(k)} there, {v} here" for k, v in vars(model.config).items()
+                 if saved["config"].get(k) != v]
+    if differing:
+        raise InputError(f"--resume: {path} holds a model of other sizes: {'; '.join(differing)}")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"], saved["held_out"]
+
+
+def catch_signals():
+    """Ctrl-C and SIGTERM let the step finish: the returned list then holds the signal. A second ends at
+    once.
+    """
+    caught = []
+
+    def handler(number, frame):
+        if caught:
+            os._exit(128 + number)
+        caught.append(number)
+        print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    return caught
+
+
+def run_script(main, name):
+    """Call main(); what the user can mend ends in one line on stderr and exit status 2."""
+    try:
+        main()
+    except InputError as e:
+        message = str(e)
+    except torch.OutOfMemoryError as e:
+        message = (f"out of GPU memory ({str(e).splitlines()[0]}); lower --micro_batch_tokens first, then "
+                   f"--batch_size or --max_new_tokens")
+    else:
+        return
+    print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    os._exit(2) if dist.is_initialized() else sys.exit(2)      # no waiting for ranks that still train

@@ -1,8 +1,8 @@
 """Rewards: each term a plain function of text, their weighted sum, and the held-out accuracy.
 
-The format terms are MiniMind's rules, in characters, with every bound an argument. A reward is a training target, not
-the truth: read samples.jsonl next to the curves. To add a term of your own, write a function and one line in
-`reward_terms`.
+The format terms are MiniMind's rules, in characters, with every bound an argument. A reward is a training
+target, not the truth: read samples.jsonl next to the curves. To add a term of your own, write a function and
+one line in `reward_terms`.
 """
 import math
 import re
@@ -11,16 +11,18 @@ from fractions import Fraction
 
 import torch
 
-from model import InputError
-from rollout import decode, generate
+from model import InputError, over_ranks
+from rollout import decode, generate, step_generator
 
 # ---------------------------------------------------------------- the think block
 
 def split_thinking(completion, prompt=""):
-    """(thought, answer part) of a completion. thought is None where there is no think block of the model's own.
+    """(thought, answer part) of a completion. thought is None where there is no think block of the model's
+    own.
 
-    `prompt` is the rendered prompt: it may end inside an open think block (then a completion without `</think>` has
-    no answer part yet) or behind a closed one (then all of the completion is the answer, whatever tags it holds).
+    `prompt` is the rendered prompt: it may end inside an open think block (then a completion without
+    `</think>` has no answer part yet) or behind a closed one (then all of the completion is the answer,
+    whatever tags it holds).
     """
     if prompt.rstrip().endswith("</think>"):
         return None, completion
@@ -38,8 +40,8 @@ def length_reward(completion, low=20, high=800, value=0.5):
 
 
 def thinking_reward(completion, prompt="", low=20, high=300, good=1.0, bad=-0.5, once=0.25):
-    """0 without a closed think block; else `good` if the thought has low..high characters and an answer follows, or
-    `bad`; plus `once` if `</think>` stands exactly once, else minus `once`.
+    """0 without a closed think block; else `good` if the thought has low..high characters and an answer
+    follows, or `bad`; plus `once` if `</think>` stands exactly once, else minus `once`.
     """
     thought, answer = split_thinking(completion, prompt)
     if thought is None:
@@ -48,13 +50,17 @@ def thinking_reward(completion, prompt="", low=20, high=300, good=1.0, bad=-0.5,
     return size + (once if completion.count("</think>") == 1 else -once)
 
 
-# A word, but scripts written without spaces count by the character: kana, Han (with extensions), Hangul, Thai.
-UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+# A word, but scripts written without spaces count by the character: kana, Han (with extensions), Hangul,
+# Thai.
+UNSPACED = ("\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+            "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff")
 WORD = re.compile(f"[{UNSPACED}]|[^\\W{UNSPACED}]+|[^\\w\\s]")
 
 
 def repetition_penalty(text, n=3, cap=0.5):
-    """0 for text without a repeated n-gram of words, up to `cap` for one that repeats half of its n-grams or more."""
+    """0 for text without a repeated n-gram of words, up to `cap` for one that repeats half of its n-grams or
+    more.
+    """
     words = WORD.findall(text.lower())
     grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return min(cap, 2 * cap * (len(grams) - len(set(grams))) / len(grams)) if grams else 0.0
@@ -115,11 +121,15 @@ def _value(text):
 def same_answer(given, gold):
     """Equal as numbers where both are numbers, else equal as trimmed, case-folded text."""
     a, b = _value(_normal(given)), _value(_normal(gold))
-    return a == b if a is not None and b is not None else _normal(given).casefold() == _normal(gold).casefold()
+    if a is not None and b is not None:
+        return a == b
+    return _normal(given).casefold() == _normal(gold).casefold()
 
 
 def answer_reward(completion, answer, prompt=""):
-    """1.0 if the completion's answer part commits to the gold `answer`, else 0.0. Thoughts are not searched."""
+    """1.0 if the completion's answer part commits to the gold `answer`, else 0.0. Thoughts are not
+    searched.
+    """
     if answer is None:
         return 0.0
     text = split_thinking(completion, prompt)[1]
@@ -145,7 +155,9 @@ TERMS = tuple(reward_terms("", None))      # their names
 
 
 def parse_weights(text):
-    """"answer=1,length=0.5" -> {"answer": 1.0, "length": 0.5}; InputError for an unknown term or a bad number."""
+    """"answer=1,length=0.5" -> {"answer": 1.0, "length": 0.5}; InputError for an unknown term or a bad
+    number.
+    """
     weights = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
@@ -154,15 +166,16 @@ def parse_weights(text):
         except ValueError:
             raise InputError(f"--reward_weights: {part!r} is not NAME=NUMBER") from None
         if name.strip() not in TERMS or not math.isfinite(weights[name.strip()]):
-            raise InputError(f"--reward_weights: {part!r}: the terms are {', '.join(TERMS)}, weights are finite")
+            raise InputError(f"--reward_weights: {part!r}: terms are {', '.join(TERMS)}, weights are finite")
     return weights
 
 
 def compute_rewards(completions, answers, prompts, weights=None):
     """Score N completions -> (rewards [N] fp32, list of N dicts of unweighted terms).
 
-    reward = sum over terms of weight * term; a term that `weights` leaves out weighs 1. A NaN or infinite term is an
-    InputError that names it and the completion: averaged into a group it would poison every advantage.
+    reward = sum over terms of weight * term; a term that `weights` leaves out weighs 1. A NaN or infinite
+    term is an InputError that names it and the completion: averaged into a group it would poison every
+    advantage.
     """
     weights = weights or {}
     terms = [reward_terms(c, a, p) for c, a, p in zip(completions, answers, prompts)]
@@ -173,19 +186,22 @@ def compute_rewards(completions, answers, prompts, weights=None):
     return torch.tensor([sum(weights.get(n, 1.0) * v for n, v in row.items()) for row in terms]), terms
 
 
-def evaluate(model, chat, prompts, max_new_tokens, temperature, generator, batch_size=256):
+def evaluate(model, chat, prompts, max_new_tokens, temperature, seed, rank=0, world=1, batch_size=256):
     """Share of `prompts` (list of Prompt) answered rightly by one sample each; greedy at temperature 0.
 
-    Draws from its own `generator` alone, so that measuring does not change the run.
+    Its noise depends on `seed` and a prompt's place alone: measuring changes nothing in the run, and however
+    many processes share the work the result is the same.
     """
+    noise = torch.rand(len(prompts), max_new_tokens, dtype=torch.float64,
+                       generator=step_generator(seed, 0, stream=2))
     right = 0.0
-    for i in range(0, len(prompts), batch_size):
+    for i in range(rank * batch_size, len(prompts), world * batch_size):
         batch = prompts[i:i + batch_size]
-        rollout = generate(model, [p.ids for p in batch], 1, max_new_tokens, chat.eos_ids, chat.pad_id, temperature,
-                           generator)
+        rollout = generate(model, [p.ids for p in batch], 1, max_new_tokens, chat.eos_ids, chat.pad_id,
+                           temperature, noise=noise[i:i + batch_size])
         texts = completion_texts(chat, rollout)
         right += sum(answer_reward(text, p.answer, p.text) for text, p in zip(texts, batch))
-    return right / len(prompts)
+    return over_ranks([right])[0] / len(prompts)
 
 
 def completion_texts(chat, rollout):

@@ -1,13 +1,15 @@
 """From prompts to completions with log-probabilities: tokenizer and chat template, data, sampling, scoring.
 
-Letters in shape comments: B prompts, G generations for each, N = B*G rows (a prompt's group stands in consecutive
-rows), P prompt length, R response length, M scored tokens, V vocabulary.
+Letters in shape comments: B prompts, G generations for each, N = B*G rows (a prompt's group stands in
+consecutive rows), P prompt length, R response length, M scored tokens, V vocabulary.
 """
 import csv
 import itertools
 import json
 import random
 import re
+import shutil
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +25,16 @@ from model import InputError, KVCache, read_json
 
 # ---------------------------------------------------------------- tokenizer and chat template
 
-CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+          "{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 
 
 @dataclass
 class ChatTokenizer:
-    """What a checkpoint folder says about text: its tokenizer, its chat template, and which ids end a turn."""
+    """What a checkpoint folder says about text: its tokenizer, its chat template, and which ids end a
+    turn.
+    """
     tokenizer: Tokenizer
     template: jinja2.Template
     special: list       # texts of the special tokens, longest first
@@ -39,66 +44,92 @@ class ChatTokenizer:
 
 
 def load_tokenizer(folder):
-    """Read tokenizer.json, tokenizer_config.json, generation_config.json and the chat template of a checkpoint."""
+    """Read tokenizer.json, tokenizer_config.json, generation_config.json and the chat template of a
+    checkpoint.
+    """
     folder = Path(folder)
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as e:      # the tokenizers package raises bare Exception
         raise InputError(f"{folder / 'tokenizer.json'}: not a readable tokenizer ({e})") from None
-    config, generation, model = (read_json(folder / f"{name}.json") if (folder / f"{name}.json").exists() else {}
+    config, generation, model = (read_json(folder / f"{name}.json") if (folder / f"{name}.json").exists()
+                                 else {}
                                  for name in ("tokenizer_config", "generation_config", "config"))
     named = {}
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = config.get(key)
         named[key] = value.get("content") if isinstance(value, dict) else value
     eos_ids = []
-    for ids in (generation.get("eos_token_id"), model.get("eos_token_id"), tokenizer.token_to_id(named["eos_token"] or "")):
-        eos_ids += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i not in eos_ids]
+    for ids in (generation.get("eos_token_id"), model.get("eos_token_id"),
+                tokenizer.token_to_id(named["eos_token"] or "")):
+        eos_ids += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)
+                    and i not in eos_ids]
     if not eos_ids:
         raise InputError(f"{folder}: no end-of-turn token; set eos_token in tokenizer_config.json")
     pad_id = tokenizer.token_to_id(named["pad_token"] or "")
-    special = sorted((t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special), key=len)[::-1]
+    special = sorted((t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special),
+                     key=len)[::-1]
     source = config.get("chat_template") or CHATML
     if (folder / "chat_template.jinja").exists():
         source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     # The sandbox: a template is a program from whoever made the checkpoint.
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                        extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
     env.globals["raise_exception"] = _template_refuses
     try:
         template = env.from_string(source)
     except (jinja2.TemplateError, TypeError) as e:
         raise InputError(f"{folder}: the chat template cannot be read ({e})") from None
-    return ChatTokenizer(tokenizer, template, special, named, eos_ids, eos_ids[0] if pad_id is None else pad_id)
+    return ChatTokenizer(tokenizer, template, special, named, eos_ids, eos_ids[0] if pad_id is None
+                         else pad_id)
 
 
 def _template_refuses(message):
     raise jinja2.TemplateError(message)
 
 
-def render_chat(chat, messages, thinking=True, add_generation_prompt=True):
-    """Messages [{"role", "content"}, ...] -> (text, ids) under the checkpoint's chat template.
+def render_guarded(chat, messages, thinking, add_generation_prompt):
+    """The chat template's text, with special tokens that stand inside a message replaced by guards.
 
-    With `thinking` the prompt ends inside an open think block, else behind a closed, empty one (where the template
-    knows the switch). The template alone writes special tokens: the same text inside a message is spelled out in
-    ordinary tokens, so a message can neither end its turn nor forge another.
+    A guard is a number between two private-use characters. The template alone can then write special tokens.
     """
-    guarded = chat.special + ["\ue000"]     # a private-use character stands in while the template works on the text
+    guarded = chat.special + ["\ue000"]
     pattern = re.compile("|".join(map(re.escape, guarded)))
     masked = [{**m, "content": pattern.sub(lambda hit: f"\ue000{guarded.index(hit[0])}\ue001", m["content"])}
               for m in messages]
     try:
-        text = chat.template.render(messages=masked, add_generation_prompt=add_generation_prompt,
+        return chat.template.render(messages=masked, add_generation_prompt=add_generation_prompt,
                                     enable_thinking=thinking, open_thinking=thinking, **chat.named)
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as e:
         raise InputError(f"the chat template refuses these messages ({e})") from None
-    ids, pieces = [], re.split("\ue000(\\d+)\ue001", text)
-    for i, piece in enumerate(pieces):      # every second piece is the number of a guarded text
+
+
+def encode_guarded(chat, text):
+    """Guarded text -> (plain text, ids, start of each id in the guarded text, in characters).
+
+    Guarded special tokens are spelled out in ordinary tokens, so a message can neither end its turn nor forge
+    another.
+    """
+    guarded, plain, ids, starts, offset = chat.special + ["\ue000"], "", [], [], 0
+    for i, piece in enumerate(re.split("(\ue000\\d+\ue001)", text)):
+        content = guarded[int(piece[1:-1])] if i % 2 else piece         # every second piece is a guard
         chat.tokenizer.encode_special_tokens = i % 2 == 1
-        pieces[i] = guarded[int(piece)] if i % 2 else piece
-        ids += chat.tokenizer.encode(pieces[i], add_special_tokens=False).ids
+        encoding = chat.tokenizer.encode(content, add_special_tokens=False)
+        plain, ids = plain + content, ids + encoding.ids
+        starts += [offset + (0 if i % 2 else start) for start, _ in encoding.offsets]
+        offset += len(piece)
     chat.tokenizer.encode_special_tokens = False
-    return "".join(pieces), ids
+    return plain, ids, starts
+
+
+def render_chat(chat, messages, thinking=True, add_generation_prompt=True):
+    """Messages [{"role", "content"}, ...] -> (text, ids) under the checkpoint's chat template.
+
+    With `thinking` the prompt ends inside an open think block, else behind a closed, empty one (where the
+    template knows the switch). Special tokens spelled in a message do not count as such.
+    """
+    return encode_guarded(chat, render_guarded(chat, messages, thinking, add_generation_prompt))[:2]
 
 
 def decode(chat, ids):
@@ -125,9 +156,10 @@ def read_jsonl(path):
                     try:
                         row = json.loads(line)
                     except (json.JSONDecodeError, RecursionError) as e:
-                        raise InputError(f"{path}:{number}: not valid JSON ({getattr(e, 'msg', e)})") from None
+                        why = getattr(e, "msg", e)
+                        raise InputError(f"{path}:{number}: not valid JSON ({why})") from None
                     if not isinstance(row, dict):
-                        raise InputError(f"{path}:{number}: must be a JSON object, not a {type(row).__name__}")
+                        raise InputError(f"{path}:{number}: must be a JSON object, not {type(row).__name__}")
                     yield f"{path}:{number}", row
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
@@ -144,7 +176,9 @@ def check_conversation(where, messages):
 
 
 def parse_prompt(where, row):
-    """One data row -> (messages, gold answer or None). Three formats: conversations, prompt/answer, question/answer."""
+    """One data row -> (messages, gold answer or None). Three formats: conversations, prompt/answer,
+    question/answer.
+    """
     if "conversations" in row:
         messages = check_conversation(where, row["conversations"])
         if messages[-1]["role"] == "assistant":     # MiniMind's rlaif.jsonl ends with an empty assistant turn
@@ -158,7 +192,8 @@ def parse_prompt(where, row):
         if "question" in row and isinstance(answer, str) and "####" in answer:      # GSM8K
             answer = answer.rsplit("####", 1)[1]
     else:
-        raise InputError(f"{where}: needs \"conversations\", \"prompt\" or \"question\"; found {sorted(row)[:6]}")
+        raise InputError(f"{where}: needs \"conversations\", \"prompt\" or \"question\"; "
+                         f"found {sorted(row)[:6]}")
     if not isinstance(content, str) or not content.strip():
         raise InputError(f"{where}: the prompt must be text and not empty")
     if isinstance(answer, bool) or not (answer is None or isinstance(answer, (str, int, float))):
@@ -167,7 +202,8 @@ def parse_prompt(where, row):
 
 
 def read_prompts(path, chat, max_prompt_length, vocab_size, system="", thinking_ratio=1.0):
-    """Prompts of a JSON Lines file, rendered and encoded; longer ones than `max_prompt_length` tokens are left out.
+    """Prompts of a JSON Lines file, rendered and encoded; longer ones than `max_prompt_length` tokens are
+    left out.
 
     `thinking_ratio` of the prompts (drawn by line number, the same in every run) end in an open think block.
     Returns (list of Prompt, how many were left out). Raises InputError naming file and line.
@@ -178,12 +214,13 @@ def read_prompts(path, chat, max_prompt_length, vocab_size, system="", thinking_
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}] + messages
         try:
-            text, ids = render_chat(chat, messages, random.Random(where.rsplit(":", 1)[1]).random() < thinking_ratio)
+            thinking = random.Random(where.rsplit(":", 1)[1]).random() < thinking_ratio
+            text, ids = render_chat(chat, messages, thinking)
         except InputError as e:
             raise InputError(f"{where}: {e}") from None
         if max(ids, default=0) >= vocab_size:
-            raise InputError(f"{where}: token id {max(ids)} lies outside the model's vocabulary of {vocab_size}; "
-                             f"tokenizer and model do not belong together")
+            raise InputError(f"{where}: token id {max(ids)} lies outside the model's vocabulary of "
+                             f"{vocab_size}; tokenizer and model do not belong together")
         if len(ids) > max_prompt_length:
             too_long += 1
         else:
@@ -194,7 +231,9 @@ def read_prompts(path, chat, max_prompt_length, vocab_size, system="", thinking_
 
 
 def batch_of_step(step, batch_size, num_rows, seed):
-    """Row numbers of step 1, 2, ...: a fresh shuffle every epoch, a function of the step alone (resume needs no state)."""
+    """Row numbers of step 1, 2, ...: a fresh shuffle every epoch, a function of the step alone (resume needs
+    no state).
+    """
     batch = []
     for k in range((step - 1) * batch_size, step * batch_size):
         epoch, place = divmod(k, num_rows)
@@ -205,7 +244,9 @@ def batch_of_step(step, batch_size, num_rows, seed):
 
 
 def step_generator(seed, step, stream=0):
-    """A random generator that depends on nothing but its numbers; every use of randomness has its own `stream`."""
+    """A random generator that depends on nothing but its numbers; every use of randomness has its own
+    `stream`.
+    """
     return torch.Generator().manual_seed(random.Random(f"{seed}/{step}/{stream}").getrandbits(63))
 
 
@@ -229,34 +270,38 @@ def pad_left(sequences, pad_id):
 
 
 def sample_tokens(logits, temperature, noise):
-    """One token for each row from softmax(logits / temperature), and its log-prob; temperature 0 takes the largest.
+    """One token for each row from softmax(logits / temperature), and its log-prob; temperature 0 takes the
+    largest.
 
-    logits [n,V], noise [n] uniform in [0,1) -> tokens [n], log-probs [n] (fp32). Inverse-CDF sampling: one number
-    a row decides, so a row's sample does not depend on which other rows are in the batch (and on a CPU it is some
-    twenty times faster than torch.multinomial). The sum runs in fp64: in fp32 a large vocabulary's tail would vanish.
+    logits [n,V], noise [n] uniform in [0,1) -> tokens [n], log-probs [n] (fp32). Inverse-CDF sampling: one
+    number a row decides, so a row's sample does not depend on which other rows are in the batch (and on a CPU
+    it is some twenty times faster than torch.multinomial). The sum runs in fp64: in fp32 a large vocabulary's
+    tail would vanish.
     """
     logits = logits.float() / (temperature or 1.0)
     logps = logits - logits.logsumexp(dim=-1, keepdim=True)                         # [n,V]
     if temperature == 0:
         tokens = logits.argmax(dim=-1)
     else:
-        cdf = logps.exp().double().cumsum(dim=-1)                                   # [n,V]; ends near 1, not at 1
+        cdf = logps.exp().double().cumsum(dim=-1)                               # [n,V]; ends near 1, not at 1
         tokens = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True).squeeze(1)
         tokens = tokens.clamp(max=logits.shape[-1] - 1)     # noise * total can round up to the total itself
     return tokens, logps.gather(1, tokens[:, None]).squeeze(1)
 
 
 @torch.no_grad()
-def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0, temperature=1.0, generator=None,
-             check_every=4):
+def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0, temperature=1.0,
+             generator=None,
+             noise=None, check_every=4):
     """Sample `num_generations` completions for each prompt with a KV cache -> Rollout.
 
-    prompts: B lists of ids. `temperature` divides the logits here and in per_token_logps; there is no top-k or
-    top-p, so what is sampled is exactly the distribution that is scored. Each prompt is prefilled once and its
-    cache handed to its group. Every `check_every` tokens the host looks which rows have ended, and they leave.
+    prompts: B lists of ids. `temperature` divides the logits here and in per_token_logps; there is no top-k
+    or top-p, so what is sampled is exactly the distribution that is scored. Each prompt is prefilled once and
+    its cache handed to its group. Every `check_every` tokens the host looks which rows have ended, and they
+    leave.
     """
     was_training, device = model.training, next(model.parameters()).device
-    model.eval()                                            # dropout would change what is sampled, and its log-probs
+    model.eval()                                     # dropout would change what is sampled, and its log-probs
     ids, mask = (x.to(device) for x in pad_left(prompts, pad_id))                   # [B,P]
     B, P = ids.shape
     N, R = B * num_generations, max_new_tokens
@@ -268,7 +313,9 @@ def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0,
     logits = model.lm_head(hidden[:, -1])[group]                                    # [N,V]
     mask = F.pad(mask, (0, R), value=1)[group]                                      # [N,P+R]
 
-    noise = torch.rand(N, R, generator=generator, dtype=torch.float64).to(device)
+    if noise is None:
+        noise = torch.rand(N, R, generator=generator, dtype=torch.float64)
+    noise = noise.to(device)
     eos = torch.tensor(eos_ids, device=device)
     completion_ids = torch.full((N, R), pad_id, device=device)
     logps = torch.zeros(N, R, device=device)
@@ -289,7 +336,8 @@ def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0,
             if len(alive) <= 0.9 * len(rows):               # worth copying the cache
                 rows, tokens = rows[alive], tokens[alive]
                 cache.select_rows(alive)
-        hidden, _ = model(tokens[:, None], mask[rows, :P + t + 1] if ragged else None, cache, return_hidden=True)
+        hidden, _ = model(tokens[:, None], mask[rows, :P + t + 1] if ragged else None, cache,
+                          return_hidden=True)
         logits = model.lm_head(hidden[:, -1])                                       # [n,V]
     model.train(was_training)
 
@@ -304,13 +352,14 @@ def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0,
 def rollout_policy(model, dtype):
     """The model to sample from: the policy itself in fp32; in bf16 a copy whose linear weights are cast once.
 
-    Autocast would cast them anew for every token. Embedding and norms stay fp32, as under autocast, so that the
-    sampler computes what the scorer computes.
+    Autocast would cast them anew for every token. Embedding and norms stay fp32, as under autocast, so that
+    the sampler computes what the scorer computes.
     """
     if dtype == torch.float32:
         return model
     copy = type(model)(model.config).to(next(model.parameters()).device).requires_grad_(False)
-    copy.lm_head.weight = torch.nn.Parameter(copy.lm_head.weight.detach().clone(), requires_grad=False)    # untie
+    untied = copy.lm_head.weight.detach().clone()
+    copy.lm_head.weight = torch.nn.Parameter(untied, requires_grad=False)
     for module in copy.modules():
         if isinstance(module, torch.nn.Linear):
             module.to(dtype)
@@ -338,9 +387,11 @@ def _chunk_logps(hidden, head_weight, tokens, temperature):
 
 
 def token_logps(hidden, head_weight, tokens, temperature=1.0):
-    """log softmax(hidden @ head_weight.T / temperature)[tokens]: hidden [M,C], head_weight [V,C], tokens [M] -> [M].
+    """log softmax(hidden @ head_weight.T / temperature)[tokens]: hidden [M,C], head_weight [V,C], tokens [M]
+    -> [M].
 
-    Works through the rows in chunks, computed again in the backward pass, so that [M,V] never stands in memory.
+    Works through the rows in chunks, computed again in the backward pass, so that [M,V] never stands in
+    memory.
     """
     chunk = max(1, LOGITS_AT_ONCE // len(head_weight))
     if len(tokens) <= chunk:
@@ -356,16 +407,16 @@ def per_token_logps(model, prompts, completion_ids, completion_mask, temperature
     return_aux_loss also the load-balancing loss of a mixture of experts (0 when dense).
     """
     device, mask = completion_ids.device, completion_mask.bool()
-    P, R = max(map(len, prompts)), max(1, int(mask.sum(dim=1).max()))               # R: the longest real completion
+    P, R = max(map(len, prompts)), max(1, int(mask.sum(dim=1).max()))         # R: the longest real completion
     prompt_lengths = torch.tensor([len(p) for p in prompts]).to(device)             # [N]
     ids = torch.tensor([p + [0] * (P + R - len(p)) for p in prompts]).to(device)    # [N,P+R]
-    response = prompt_lengths[:, None] + torch.arange(R, device=device)             # [N,R] place of each response token
-    ids = ids.scatter(1, response, completion_ids[:, :R] * mask[:, :R])             # prompt, completion, padding
+    response = prompt_lengths[:, None] + torch.arange(R, device=device)   # [N,R] place of each response token
+    ids = ids.scatter(1, response, completion_ids[:, :R] * mask[:, :R])          # prompt, completion, padding
     real = torch.arange(P + R, device=device) < (prompt_lengths + mask.sum(dim=1))[:, None]
     longest = int((prompt_lengths + mask.sum(dim=1)).max())
     hidden, aux_loss = model(ids[:, :longest], real[:, :longest], right_padded=True, return_hidden=True)
-    row, place = mask[:, :R].nonzero(as_tuple=True)                                 # [M] the tokens that count
-    predictor = hidden[row, response[row, place] - 1]                               # [M,C]: what stands before each
+    row, place = mask[:, :R].nonzero(as_tuple=True)                                # [M] the tokens that count
+    predictor = hidden[row, response[row, place] - 1]                         # [M,C]: what stands before each
     head = getattr(model, "module", model).lm_head
     logps = token_logps(predictor, head.weight, completion_ids[row, place], temperature)
     logps = torch.zeros(mask.shape, device=device).index_put((row, place), logps)   # [N,R]
@@ -373,13 +424,14 @@ def per_token_logps(model, prompts, completion_ids, completion_mask, temperature
 
 
 def micro_batches(lengths, token_budget):
-    """Split rows into groups of similar length with at most `token_budget` padded tokens each (one row always fits).
+    """Split rows into groups of similar length with at most `token_budget` padded tokens each (one row always
+    fits).
 
     lengths: N ints -> list of lists of row numbers, together every row once.
     """
     groups = []
     for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if groups and (len(groups[-1]) + 1) * lengths[row] <= token_budget:     # sorted: this row is the longest
+        if groups and (len(groups[-1]) + 1) * lengths[row] <= token_budget:  # sorted: this row is the longest
             groups[-1].append(row)
         else:
             groups.append([row])
@@ -403,42 +455,72 @@ def score_rollout(model, rollout, temperature, token_budget):
 
 # ---------------------------------------------------------------- what a run writes
 
-def run_dir(out_dir, name):
-    """The folder of a run, made: `out_dir`, or without one the next free of out/NAME, out/NAME-2, ..."""
+def run_dir(out_dir, name, resume, overwrite, needed_bytes):
+    """The folder of a run, made: `out_dir`, or without one the next free of out/NAME, out/NAME-2, ...
+
+    InputError if it holds a run that is neither to be resumed nor overwritten, if it cannot be written, or if
+    its disk has no room for `needed_bytes`.
+    """
     if out_dir:
         folder = Path(out_dir)
-        if (folder / "metrics.csv").exists():
-            raise InputError(f"--out_dir {out_dir} already holds a run; name another folder")
+        if (folder / "metrics.csv").exists() and not (resume or overwrite):
+            raise InputError(f"--out_dir {out_dir} already holds a run; add --resume or --overwrite, or name "
+                             f"another folder")
+    elif resume:
+        raise InputError("--resume needs --out_dir, the folder of the run to go on with")
     else:
         tries = (Path("out") / (f"{name}-{i}" if i > 1 else name) for i in itertools.count(1))
         folder = next(f for f in tries if not f.exists())
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+        if overwrite and not resume:
+            (folder / "state.pt").unlink(missing_ok=True)
     except OSError as e:
-        raise InputError(f"--out_dir {folder}: cannot be made ({e.strerror})") from None
+        raise InputError(f"--out_dir {folder}: cannot be written ({e.strerror})") from None
+    if free < needed_bytes:
+        raise InputError(f"--out_dir {folder}: {free >> 20} MiB free, a checkpoint and its resume state need "
+                         f"{needed_bytes >> 20} MiB")
     return folder
 
 
 class RunLog:
-    """metrics.csv (a row a step), samples.jsonl (each shown completion with its reward terms), and the terminal."""
+    """metrics.csv (a row a step), samples.jsonl (each shown completion with its reward terms), the terminal.
 
-    def __init__(self, out_dir, columns, steps):
-        self.out_dir, self.checkpoint = out_dir, out_dir / "checkpoint"
-        self.columns, self.steps, self.start = columns, steps, time.time()
-        self.csv = open(out_dir / "metrics.csv", "w", newline="", encoding="utf-8")
-        self.writer = csv.DictWriter(self.csv, columns)
-        self.writer.writeheader()
+    `first_step` > 0 continues the files of a resumed run: rows after that step, of a run that was killed past
+    its last checkpoint, are dropped, since those steps are done again.
+    """
+
+    def __init__(self, out_dir, columns, steps, first_step=0):
+        self.out_dir, self.columns, self.steps, self.first_step = out_dir, columns, steps, first_step
+        rows, samples, self.start = [], [], time.time()
+        if first_step and (out_dir / "metrics.csv").exists():
+            with open(out_dir / "metrics.csv", newline="", encoding="utf-8") as f:
+                rows = [r for r in csv.DictReader(f) if r["step"].isdigit() and int(r["step"]) <= first_step]
+            self.start -= float(rows[-1]["seconds"] or 0) if rows else 0
+            if (out_dir / "samples.jsonl").exists():
+                samples = [line for line in open(out_dir / "samples.jsonl", encoding="utf-8")
+                           if line.endswith("}\n") and json.loads(line)["step"] <= first_step]
+        self.began = time.time()
+        (out_dir / "samples.jsonl").write_text("".join(samples), encoding="utf-8")
+        with open(out_dir / "metrics.csv", "w", newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
 
     def row(self, metrics):
         """Append {column: value} to metrics.csv; what a step has no value for stays empty."""
-        self.writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in metrics.items()})
-        self.csv.flush()
+        metrics = {**metrics, "seconds": time.time() - self.start}
+        with open(self.out_dir / "metrics.csv", "a", newline="", encoding="utf-8") as f:
+            csv.DictWriter(f, self.columns).writerow(
+                {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in metrics.items()})
 
     def line(self, metrics, names):
         """One aligned line on the terminal: the named metrics, the time a step takes and the time left."""
         shown = "  ".join(f"{n} {metrics[n]:7.3f}" if metrics[n] != "" else f"{n}       -" for n in names)
-        elapsed, step = time.time() - self.start, metrics["step"]
-        left = round(elapsed / step * (self.steps - step))
+        step = int(metrics["step"])
+        left = round((time.time() - self.began) / (step - self.first_step) * (self.steps - step))
         print(f"step {step:4d}/{self.steps}  {shown}  {metrics['tokens_per_second']:6.0f} tok/s"
               f"  left {left // 60}:{left % 60:02d}", flush=True)
 
@@ -447,7 +529,6 @@ class RunLog:
         with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8") as f:
             f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         for row in rows:
-            terms = "  ".join(f"{name} {row[name]:+.2f}" for name in row if name not in
-                              ("step", "prompt", "completion", "reward", "advantage"))
-            print(f"    | {row['prompt']!r}\n    | {row['completion']!r}\n"
-                  f"    | reward {row['reward']:+.2f} ({terms})  advantage {row['advantage']:+.2f}", flush=True)
+            numbers = "  ".join(f"{name} {value:+.2f}" for name, value in row.items() if isinstance(value,
+                                                                                                    float))
+            print(f"    | {row['prompt']!r}\n    | {row['completion']!r}\n    | {numbers}", flush=True)

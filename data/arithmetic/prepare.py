@@ -2,20 +2,22 @@
 
     python data/arithmetic/prepare.py            # train.jsonl, test.jsonl, sft.jsonl and base/'s tokenizer
 
-Everything is a function of the seed below: run it again and the files are the same byte for byte. The weights in base/
-are made from sft.jsonl by
+Everything is a function of the seed below: run it again and the files are the same byte for byte. The weights
+in base/ are made from sft.jsonl by
 
-    python distill.py --alpha 1 ...              # the exact command stands in the README, "How base/ was made"
+    python distill.py --alpha 1 ...             # the exact command stands in the README, "How base/ was made"
 
-Why reinforcement learning has something to do here: half of the demonstrations are spoiled, so base/ knows how to
-calculate but often does not. HASTY of them skip the working and guess; SLIP of them make one mistake in the working and
-carry it through. Rewarding right answers brings out the careful mode, and the completions grow longer as it does.
+Why reinforcement learning has something to do here: half of the demonstrations are spoiled, so base/ knows
+how to calculate but often does not. HASTY of them skip the working and guess; SLIP of them make one mistake
+in the working and carry it through. Rewarding right answers brings out the careful mode, and the completions
+grow longer as it does.
 """
+import itertools
 import json
 import random
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SEED = 20240601
 SFT_ROWS, TRAIN_ROWS, TEST_ROWS = 16000, 4000, 512
@@ -44,7 +46,9 @@ def digits(n):
 
 
 def solve(a, op, b, slip_at=None, rng=None):
-    """Work a problem column by column -> (lines of working, answer). A slip at that line falsifies its result."""
+    """Work a problem column by column -> (lines of working, answer). A slip at that line falsifies its
+    result.
+    """
     lines, result, carry = [], 0, 0
     columns = digits(a)
     other = digits(b) if op != "*" else [b] * len(columns)
@@ -104,17 +108,21 @@ def make_tokenizer(texts, folder):
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False,
+                                                                                use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=tokens, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        vocab_size=VOCAB_SIZE, special_tokens=tokens,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False))
-    # The trainer marks all five as special; the think tags must survive decoding, so they are plain added tokens.
+    # The trainer marks all five as special; the think tags must survive decoding, so they are plain added
+    # tokens.
     state = json.loads(tokenizer.to_str())
     for token in state["added_tokens"]:
         token["special"] = token["content"] in tokens[:3]
     folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(state, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(state, indent=1, ensure_ascii=False) + "\n",
+                                           encoding="utf-8")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokens[1], "eos_token": tokens[2],
               "pad_token": tokens[0], "unk_token": tokens[0], "clean_up_tokenization_spaces": False,
               "model_max_length": 1024, "chat_template": CHAT_TEMPLATE}
@@ -125,15 +133,16 @@ def make_tokenizer(texts, folder):
 
 def main():
     rng = random.Random(SEED)
-    source = problems(rng)
-    rows = [{"prompt": f"{a} {op} {b} = ?", "answer": str(solve(a, op, b)[1]), "completion": demonstration(a, op, b, rng)}
-            for a, op, b in (next(source) for _ in range(SFT_ROWS + TRAIN_ROWS + TEST_ROWS))]
+    rows = [{"prompt": f"{a} {op} {b} = ?", "answer": str(solve(a, op, b)[1]),
+             "completion": demonstration(a, op, b, rng)}
+            for a, op, b in itertools.islice(problems(rng), SFT_ROWS + TRAIN_ROWS + TEST_ROWS)]
     sft, rest = rows[:SFT_ROWS], rows[SFT_ROWS:]        # the three files share no problem
     write_jsonl(HERE / "sft.jsonl", [{"prompt": r["prompt"], "completion": r["completion"]} for r in sft])
     prompts = [{"prompt": r["prompt"], "answer": r["answer"]} for r in rest]
     write_jsonl(HERE / "train.jsonl", prompts[:TRAIN_ROWS])
     write_jsonl(HERE / "test.jsonl", prompts[TRAIN_ROWS:])
-    make_tokenizer([f"user\n{r['prompt']}\nassistant\n\n\n{r['completion'].replace('</think>', '')}" for r in sft],
+    make_tokenizer([f"user\n{r['prompt']}\nassistant\n\n\n{r['completion'].replace('</think>', '')}"
+                    for r in sft],
                    HERE / "base")
 
 
