@@ -10,6 +10,7 @@ K key/value heads, D head size, E experts, V vocabulary.
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -59,15 +60,29 @@ class MiniMindConfig:
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or math.ceil(self.hidden_size * math.pi / 64) * 64
         self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
-        if self.inference_rope_scaling and self.rope_scaling is None:
+        if self.inference_rope_scaling and self.rope_scaling is None and self.max_position_embeddings > 2048:
             self.rope_scaling = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 2048,
                                  "beta_fast": 32, "beta_slow": 1, "attention_factor": 1.0}
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads",
-                     "head_dim", "intermediate_size", "max_position_embeddings", "num_experts"):
+        for name, kind in self.__annotations__.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if kind is bool and not isinstance(value, bool):
+                raise InputError(f"config: {name} must be true or false, not {value!r}")
+            if kind in (int, int | None) and not name.endswith("_id") and (type(value) is not int
+                                                                           or value < 1):
                 raise InputError(f"config: {name} must be a positive whole number, not {value!r}")
+            if kind is float and (type(value) not in (int, float) or not 0 <= value < math.inf):
+                raise InputError(f"config: {name} must be a number that is not negative, not {value!r}")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            ids = getattr(self, name)
+            for i in ids if isinstance(ids, list) else [ids]:
+                if i is not None and type(i) is not int:
+                    raise InputError(f"config: {name} must be a token id, not {ids!r}")
+        if self.rope_theta <= 1:
+            raise InputError(f"config: rope_theta must be above 1, not {self.rope_theta}")
+        for name in ("factor", "original_max_position_embeddings") if self.rope_scaling else ():
+            value = self.rope_scaling.get(name)
+            if type(value) not in (int, float) or not 1 <= value < math.inf:
+                raise InputError(f"config: rope_scaling needs {name}, a number of at least 1, not {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(f"config: num_attention_heads {self.num_attention_heads} must be a multiple of "
                              f"num_key_value_heads {self.num_key_value_heads}")
@@ -104,14 +119,12 @@ def rope_frequencies(config):
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    if config.max_position_embeddings <= trained:       # MiniMind: nothing to stretch
-        return freqs, attention_factor
 
     def pair_that_turns(n):     # the (fractional) pair that makes n full turns over the trained length
         return config.head_dim * math.log(trained / (n * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     low = max(math.floor(pair_that_turns(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(pair_that_turns(scaling.get("beta_slow", 1))), pairs - 1)
+    high = min(math.ceil(pair_that_turns(scaling.get("beta_slow", 1))), config.head_dim - 1)
     ramp = ((torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     return freqs * (1 - ramp + ramp / factor), attention_factor
 
@@ -143,6 +156,8 @@ class KVCache:
             B, K, _, D = k.shape
             self.keys[layer], self.values[layer] = k.new_empty(2, B, K, self.capacity, D)
         start, end = self.length, self.length + k.shape[2]
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} positions, position {end} was asked for")
         self.keys[layer][:, :, start:end] = k
         self.values[layer][:, :, start:end] = v
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
@@ -335,7 +350,7 @@ def config_from_hf(hf, where="config.json"):
         if hf.get(key) is not None and hf[key] not in allowed:
             raise InputError(f"{where}: {key} = {hf[key]!r} is not supported")
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})    # transformers 5, transformers 4
-    theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 1e6
+    theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or (1e6 if kind == "minimind" else 1e4)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "yarn"):
         raise InputError(f"{where}: rope type {rope_type!r} is not supported; known are default, yarn")
@@ -343,9 +358,8 @@ def config_from_hf(hf, where="config.json"):
                                                         "num_experts"}
     kept = {k: v for k, v in hf.items() if k in names and v is not None}
     experts = hf.get("num_experts") or hf.get("num_local_experts") or 4
-    # MiniMind-3 leaves the head tied unless its config says otherwise; Qwen3's own default is untied.
-    kept.setdefault("tie_word_embeddings", kind == "minimind")
-    if kind != "minimind":
+    if kind != "minimind":    # what leaving a key out means in a Qwen3 config
+        kept = {"tie_word_embeddings": False, "num_experts_per_tok": 8, "norm_topk_prob": False, **kept}
         kept.pop("inference_rope_scaling", None)
     try:
         return MiniMindConfig(rope_theta=float(theta), rope_scaling=rope if rope_type == "yarn" else None,
@@ -404,9 +418,19 @@ def load_checkpoint(path):
         raise InputError(f"{path}: no such folder; --model takes a Hugging Face style checkpoint folder")
     config = config_from_hf(read_json(folder / "config.json"), folder / "config.json")
     tensors = read_tensors(folder)
-    with torch.device("meta"):
-        model = MiniMind(config)    # names and shapes only
-    expected = dict(model.state_dict())
+    for name, count in (("layers", config.num_hidden_layers), ("experts", config.num_experts)):
+        # before a model of `count` layers is laid out: the number may be anything
+        found = {int(n): key for key in tensors for n in re.findall(rf"\.{name}\.(\d+)\.", key)}
+        if found and len(found) != count:
+            extra, gap = [found[n] for n in found if n >= count], min(set(range(len(found) + 1)) - set(found))
+            what = f"unexpected {extra[0]}" if extra else f"missing model.{name}.{gap}"
+            raise InputError(f"{path}: {len(found)} {name} in the weights, {count} in config.json: {what}")
+    try:
+        with torch.device("meta"):
+            expected = dict(MiniMind(config).state_dict())      # names and shapes only
+    except (RuntimeError, TypeError, OverflowError, ValueError, ZeroDivisionError) as e:
+        raise InputError(f"{folder / 'config.json'}: no model of these sizes "
+                         f"({str(e).splitlines()[0]})") from None
     if config.tie_word_embeddings:  # some files hold the tied matrix under both names
         head = tensors.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, tensors.get("model.embed_tokens.weight", head)):
@@ -436,6 +460,7 @@ def write_atomically(path, write):
     write(temporary)
     with open(temporary, "rb+") as f:
         os.fsync(f.fileno())
+    os.chmod(temporary, 0o644)      # safetensors writes for the owner alone
     os.replace(temporary, path)
 
 
@@ -467,7 +492,13 @@ def save_checkpoint(model, out_dir, tokenizer_dir=None):
 
 def init_distributed(device_name):
     """Join the processes that torchrun started, if any -> (rank, number of processes, device of this one)."""
-    device, world = torch.device(device_name), int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        device = torch.device(device_name)
+    except RuntimeError:
+        raise InputError(f"--device {device_name}: no such device; try cpu, cuda, cuda:0") from None
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise InputError(f"--device {device_name}: {torch.cuda.device_count()} CUDA devices here; try cpu")
     if world == 1:
         return 0, 1, device
     if device.type == "cuda":

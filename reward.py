@@ -183,7 +183,10 @@ def compute_rewards(completions, answers, prompts, weights=None):
         for name, value in row.items():
             if not math.isfinite(value):
                 raise InputError(f"reward term {name!r} is {value} for the completion {completion[:200]!r}")
-    return torch.tensor([sum(weights.get(n, 1.0) * v for n, v in row.items()) for row in terms]), terms
+    rewards = torch.tensor([sum(weights.get(n, 1.0) * v for n, v in row.items()) for row in terms])
+    if not rewards.isfinite().all():
+        raise InputError(f"a reward is too large for fp32 under the weights {weights}")
+    return rewards, terms
 
 
 def evaluate(model, chat, prompts, max_new_tokens, temperature, seed, rank=0, world=1, batch_size=256):

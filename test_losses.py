@@ -1,4 +1,4 @@
-"""The math of grpo.py and cispo.py against numbers worked out by hand, never against autograd of the formula.
+"""The math of the three scripts against numbers worked out by hand, never against autograd of the formula.
 
     python -m pytest test_losses.py                     # seconds on one CPU core
     python -m pytest test_losses.py -k question -v      # the seven questions about CISPO
@@ -18,6 +18,7 @@ import cispo
 import grpo
 import reward
 from cispo import cispo_loss
+from distill import chunked_distillation_sums, distillation_loss
 from grpo import group_advantages, grpo_loss, token_kl
 from model import InputError, MiniMind, MiniMindConfig
 from rollout import generate, micro_batches, per_token_logps
@@ -287,15 +288,14 @@ def test_question_7_why_an_advantage_without_gradient_moves_the_policy(loss_of, 
 # ---------------------------------------------------------------- grpo.py against cispo.py
 
 def without_objective(name):
-    """A script without its loss, its clip option, its name, and the alignment inside lines."""
+    """A script without its loss, its clip option and comments on it, its name, and alignment inside lines."""
     text = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
     functions = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
     dropped = [s for s in functions["parse_args"].body
                if re.search(r"--epsilon|args\.epsilon", ast.get_source_segment(text, s))]
     dropped += functions[f"{name}_loss"], functions["clipped_tokens"]
-    lines = text.split("\n")
-    for node in sorted(dropped, key=lambda node: -node.lineno):
-        del lines[node.lineno - 1:node.end_lineno]
+    lines = [line for n, line in enumerate(text.split("\n"), start=1) if not re.match(" *#.*epsilon", line)
+             and not any(node.lineno <= n <= node.end_lineno for node in dropped)]
     lines[0] = '"""'                                        # the first docstring line names the paper
     text = re.sub("GRPO|CISPO", "NAME", "\n".join(lines).replace(name, "NAME"))
     return re.sub(r"(?<=\S) +", " ", text.replace("epsilon_high", "epsilon"))
@@ -308,4 +308,165 @@ def test_the_two_scripts_differ_in_the_objective_alone():
     assert len(ours) > 10_000
 
 
-# ---------------------------------------------------------------- distillation
+# ---------------------------------------------------------------- distillation (cases 24-30)
+
+def logits_of(*probabilities):
+    """[1,2,V] logits whose position 0 has these probabilities; position 1 predicts nothing."""
+    row = torch.tensor(probabilities).log()
+    return torch.stack([row, torch.zeros_like(row)])[None]
+
+
+TEACHER, STUDENT = (.5, .25, .25), (.8, .1, .1)
+LABEL = torch.tensor([[-100, 0]])       # position 0 is asked for token 0
+
+
+@pytest.mark.parametrize("divergence, weight, value", [
+    ("forward", .5, .2231),     # .5 ln(.5/.8) + 2 * .25 ln(.25/.1) = -.2350 + .4581
+    ("reverse", .5, .1927),     # .8 ln(.8/.5) + 2 * .1 ln(.1/.25) = .3760 - .1833
+    ("jsd", .5, .0507),         # mix (.65,.175,.175): .5 * .04716 + .5 * .05419
+    ("jsd", .25, .0396)])       # mix .25 t + .75 s = (.725,.1375,.1375): .25 * .11314 + .75 * .01506
+def test_divergences_at_hand_computed_values(divergence, weight, value):
+    """Fails if teacher and student are swapped (forward and reverse differ, so do the mixtures)."""
+    loss, ce, kl = distillation_loss(logits_of(*STUDENT), logits_of(*TEACHER), LABEL, 0.0, 1.0, divergence,
+                                     weight)
+    assert kl.item() == pytest.approx(value, abs=1e-4)
+    assert loss.item() == pytest.approx(value, abs=1e-4)            # alpha 0: nothing of the labels
+    assert ce.item() == pytest.approx(.2231, abs=1e-4)              # -ln .8, shown all the same
+
+
+def test_ce_trains_the_label_and_kl_the_distribution():
+    """README question 1. Gradient of CE: softmax(s) - onehot; of KL: softmax(s) - softmax(t), label
+    unseen.
+    """
+    student = logits_of(*STUDENT).requires_grad_()
+    for alpha, label, gradient in ((1.0, 1, (.8, -.9, .1)), (0.0, 1, (.3, -.15, -.15)), (0.0, 0, (.3, -.15,
+                                                                                                  -.15)),
+                                   (0.25, 1, (.425, -.3375, -.0875))):      # a quarter CE, three quarters KL
+        loss, _, _ = distillation_loss(student, logits_of(*TEACHER), torch.tensor([[-100, label]]), alpha,
+                                       1.0)
+        grad, = torch.autograd.grad(loss, student)
+        torch.testing.assert_close(grad[0, 0], torch.tensor(gradient))
+        assert grad[0, 1].abs().max() == 0
+
+
+def test_temperature_softens_and_t_squared_keeps_the_gradient():
+    """README question 2. At T = 1000 softmax(s/T) is 1/3 + (s - mean)/(3T): the gradient T*(difference) tends
+    to (s - t)/3, as large as at T = 1, where it is softmax(1,0,-1) - 1/3. Without T^2 it would be a
+    millionth.
+    """
+    student = torch.tensor([[[1., 0, -1], [0, 0, 0]]], requires_grad=True)
+    teacher = torch.zeros(1, 2, 3)
+    for T, gradient in ((1.0, (.3319, -.0886, -.2433)), (1000.0, (1 / 3, 0, -1 / 3))):
+        loss, _, _ = distillation_loss(student, teacher, LABEL, 0.0, T)
+        grad, = torch.autograd.grad(loss, student)
+        torch.testing.assert_close(grad[0, 0], torch.tensor(gradient), atol=1e-3, rtol=0)
+    # Softer: a teacher of (4, 0) puts .0180 on the second token at T = 1 and .1192 at T = 2; a student at (0,
+    # 0) then has KL = ln 2 - H(teacher): .6931 - .0904 = .6028, and 2^2 * (.6931 - .3653) = 1.3114.
+    teacher = torch.tensor([[[4., 0], [0, 0]]])
+    for T, value in ((1.0, .6028), (2.0, 1.3114)):
+        assert distillation_loss(torch.zeros(1, 2, 2), teacher, LABEL, 0.0,
+                                 T)[2].item() == pytest.approx(value, abs=1e-3)
+
+
+def test_gradient_is_t_times_the_difference_of_softmaxes_over_n():
+    """T = 2, two trained tokens: T * (softmax(s/T) - softmax(t/T)) / 2, by hand from 2*ln p logits (p at T =
+    2).
+    """
+    student = 2 * torch.tensor([[STUDENT, STUDENT, STUDENT]]).log()         # softmax(s/2) is STUDENT
+    teacher = 2 * torch.tensor([[TEACHER, TEACHER, TEACHER]]).log()
+    student.requires_grad_()
+    loss, _, _ = distillation_loss(student, teacher, torch.tensor([[-100, 1, 2]]), 0.0, 2.0)
+    grad, = torch.autograd.grad(loss, student)
+    by_hand = torch.tensor([.3, -.15, -.15])                                # 2 * (.3, -.15, -.15) / 2
+    torch.testing.assert_close(grad[0], torch.stack([by_hand, by_hand, 0 * by_hand]))
+
+
+def test_equal_teacher_and_student_give_zero_and_no_gradient():
+    student = torch.randn(2, 4, 5, requires_grad=True)
+    labels = torch.tensor([[-100, 1, 2, 3], [-100, -100, 4, 0]])
+    for divergence in ("forward", "reverse", "jsd"):
+        loss, _, kl = distillation_loss(student, student.detach().clone(), labels, 0.0, 1.5, divergence)
+        grad, = torch.autograd.grad(loss, student)
+        assert abs(kl.item()) < 1e-6 and grad.abs().max() < 1e-6
+
+
+def test_labels_are_shifted_inside_and_masked_positions_get_no_gradient():
+    """[-100,-100,a,b,-100]: positions 1 and 2 predict a and b; nothing else matters, whatever stands
+    there.
+    """
+    student = torch.zeros(1, 5, 4)
+    student[0, 1, 2], student[0, 2, 3] = 50.0, 50.0     # sure of a = 2 at position 1, of b = 3 at position 2
+    student.requires_grad_()
+    teacher = torch.zeros(1, 5, 4)
+    labels = torch.tensor([[-100, -100, 2, 3, -100]])
+    assert distillation_loss(student, None, labels, 1.0, 1.0)[0].item() < 1e-6
+    loss, _, _ = distillation_loss(student, teacher, labels, 0.5, 1.0)
+    grad, = torch.autograd.grad(loss, student)
+    assert grad[0, [0, 3, 4]].abs().max() == 0 and grad[0, 1].abs().max() > .1 and grad[0, 2].abs().max() > .1
+    garbage = student.detach().clone()
+    garbage[0, [0, 3, 4]] = float("nan")
+    assert distillation_loss(garbage, teacher, labels, 0.5, 1.0)[0].item() == pytest.approx(loss.item())
+
+
+def test_mean_is_over_trained_tokens_not_over_rows_or_vocabulary():
+    """One row with one token at CE 1, one row with three at CE 3: (1 + 3*3)/4 = 2.5, whatever V is.
+    CE of label 0 under (0, x) is ln(1 + e^x): x = ln(e - 1) gives 1, ln(e^3 - 1) gives 3; -1e9 is out of the
+    way.
+    """
+    for V in (2, 7):
+        logits = torch.full((2, 4, V), -1e9)
+        logits[..., 0] = 0
+        logits[0, :, 1], logits[1, :, 1] = math.log(math.e - 1), math.log(math.e ** 3 - 1)
+        labels = torch.tensor([[-100, 0, -100, -100], [-100, 0, 0, 0]])
+        assert distillation_loss(logits, None, labels, 1.0, 1.0)[0].item() == pytest.approx(2.5, abs=1e-5)
+
+
+def test_all_masked_batch_is_zero_and_finite():
+    student = torch.randn(1, 3, 4, requires_grad=True)
+    loss, ce, kl = distillation_loss(student, torch.randn(1, 3, 4), torch.full((1, 3), -100), 0.5, 2.0)
+    grad, = torch.autograd.grad(loss, student)
+    assert loss.item() == ce.item() == kl.item() == 0 and grad.abs().max() == 0
+
+
+def test_a_wider_teacher_is_cut_before_the_softmax():
+    """README question 3. Two more columns, one huge: cut first, they change nothing (case 28)."""
+    wide = torch.cat([logits_of(*TEACHER), torch.tensor([[[30.0, 0.0], [0.0, 0.0]]])], dim=-1)
+    assert distillation_loss(logits_of(*STUDENT), wide, LABEL, 0.0, 1.0)[2].item() == pytest.approx(.2231,
+                                                                                                    abs=1e-4)
+
+
+def test_a_narrower_teacher_is_refused():
+    with pytest.raises(InputError, match=r"\(2\).*\(3\)"):
+        distillation_loss(logits_of(*STUDENT), torch.zeros(1, 2, 2), LABEL, 0.0, 1.0)
+
+
+def test_the_teacher_gets_no_gradient():
+    """README question 4. The teacher is a constant of the loss, even if its logits ask for a gradient."""
+    student, teacher = logits_of(*STUDENT).requires_grad_(), logits_of(*TEACHER).requires_grad_()
+    distillation_loss(student, teacher, LABEL, 0.5, 1.0)[0].backward()
+    assert teacher.grad is None and student.grad is not None
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_chunks_and_micro_batches_equal_the_whole_in_value_and_gradient(divergence, monkeypatch):
+    """7 + 4 trained tokens in chunks of 2, in two micro-batches, against distillation_loss at once (case
+    29).
+    """
+    monkeypatch.setattr("rollout.LOGITS_AT_ONCE", 2 * 11)
+    torch.manual_seed(0)
+    head, teacher_head = torch.randn(11, 6, requires_grad=True), torch.randn(13, 8)
+    hidden, teacher_hidden = torch.randn(2, 8, 6, requires_grad=True), torch.randn(2, 8, 8)
+    labels = torch.randint(0, 11, (2, 8))
+    labels[1, :4] = -100
+    whole, _, _ = distillation_loss(hidden @ head.T, teacher_hidden @ teacher_head.T, labels, 0.3, 1.7,
+                                    divergence)
+    expected = torch.autograd.grad(whole, (hidden, head))
+    parts = 0
+    for row in (0, 1):
+        trained = labels[row, 1:] != -100
+        ce, kl = chunked_distillation_sums(hidden[row, :-1][trained], head, teacher_hidden[row, :-1][trained],
+                                           teacher_head, labels[row, 1:][trained], 1.7, divergence, 0.5)
+        parts = parts + (0.3 * ce + 0.7 * kl) / 11
+    torch.testing.assert_close(parts, whole)
+    for got, want in zip(torch.autograd.grad(parts, (hidden, head)), expected):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)

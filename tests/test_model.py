@@ -1,0 +1,467 @@
+"""The decoder against transformers' Qwen3 and Qwen3-MoE, its cache and masks, and its checkpoints."""
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+import model as model_module
+from model import (
+    InputError,
+    KVCache,
+    MiniMind,
+    MiniMindConfig,
+    MixtureOfExperts,
+    config_from_hf,
+    load_checkpoint,
+    rope_frequencies,
+    save_checkpoint,
+)
+from rollout import generate
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=48, max_position_embeddings=128)
+MOE = dict(use_moe=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+IDS = torch.randint(0, 61, (3, 11), generator=torch.Generator().manual_seed(5))
+EMBEDDING, Q = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+def randomize(module, seed=0):
+    """Weights large enough that attention is not flat, norms that are not 1: every tensor shows."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(1 + 0.2 * noise if p.dim() == 1 else 0.25 * noise)
+    return module.eval()
+
+
+def tiny(seed=0, **changes):
+    return randomize(MiniMind(MiniMindConfig(**{**SIZES, **changes})), seed)
+
+
+def close(a, b, atol):
+    torch.testing.assert_close(a, b, atol=atol, rtol=0)
+
+
+def hf_folder(folder, kind="Qwen3", **changes):
+    """A checkpoint that transformers wrote, with random weights -> its own model of it."""
+    config = {k: v for k, v in {**SIZES, "head_dim": 8, **changes}.items() if k != "use_moe"}
+    config = getattr(transformers, kind + "Config")(**config)
+    hf = randomize(getattr(transformers, kind + "ForCausalLM")(config), seed=1)
+    hf.tie_weights()
+    hf.save_pretrained(folder)
+    return hf
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save_checkpoint(tiny(), tmp_path)
+    return tmp_path
+
+
+def edit_tensors(folder, change):
+    """Rewrite a folder's weights by change(dict of tensors)."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+# ---------------------------------------------------------------- sizes and names
+
+def test_default_config_is_minimind_3():
+    c = MiniMindConfig()
+    assert (c.hidden_size, c.num_hidden_layers, c.vocab_size, c.intermediate_size) == (768, 8, 6400, 2432)
+    assert (c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rope_theta) == (8, 4, 96, 1e6)
+    assert c.tie_word_embeddings and not c.use_moe and c.rope_scaling is None and c.dropout == 0
+    with torch.device("meta"):
+        count = sum(p.numel() for p in MiniMind(c).parameters())
+    attention = 768 * (768 + 384 + 384 + 768) + 2 * 96
+    assert count == 6400 * 768 + 8 * (attention + 3 * 768 * 2432 + 2 * 768) + 768       # 63.9 million
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameter_names_are_hugging_faces(tied, tmp_path):
+    hf_folder(tmp_path / "hf", tie_word_embeddings=tied)
+    save_checkpoint(tiny(tie_word_embeddings=tied), tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / x / "model.safetensors") for x in ("hf", "ours"))
+    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
+    assert ("lm_head.weight" in ours) is not tied
+
+
+# ---------------------------------------------------------------- cache and masks
+
+@pytest.mark.parametrize("changes", [{}, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("pieces", [[1] * 11, [4] + [1] * 7, [3, 3, 5], [11]], ids=str)
+@torch.no_grad()
+def test_cached_logits_equal_uncached_logits(pieces, changes):
+    model, cache = tiny(**changes), KVCache(2, 11)
+    parts = [model(piece, cache=cache) for piece in IDS.split(pieces, dim=1)]
+    close(torch.cat(parts, dim=1), model(IDS), 1e-5)
+    assert cache.length == 11
+
+
+@pytest.mark.parametrize("changes", [{}, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_gives_what_each_sequence_gives_alone(side, changes):
+    model, lengths = tiny(**changes), (11, 6, 1)
+    ids, mask = torch.full((3, 11), 7), torch.zeros(3, 11, dtype=torch.long)
+    for row, n in enumerate(lengths):
+        place = slice(11 - n, None) if side == "left" else slice(n)
+        ids[row, place], mask[row, place] = IDS[row, :n], 1
+    logits = model(ids, mask)
+    for row, n in enumerate(lengths):
+        close(logits[row][mask[row].bool()], model(IDS[row:row + 1, :n])[0], 1e-5)
+    if side == "right":     # the same without a dense mask
+        fast = model(ids, mask, right_padded=True)
+        close(fast[mask.bool()], logits[mask.bool()], 1e-5)
+
+
+@pytest.mark.parametrize("pieces", [[5] + [1] * 6, [5, 4, 2]], ids=str)
+@torch.no_grad()
+def test_left_padding_with_a_cache_does_not_move_a_sequence(pieces):
+    model, cache, mask = tiny(), KVCache(2, 11), torch.ones(3, 11, dtype=torch.long)
+    mask[1, :3], mask[2, :4] = 0, 0
+    parts, end = [], 0
+    for piece in IDS.split(pieces, dim=1):
+        end += piece.shape[1]
+        parts.append(model(piece, mask[:, :end], cache))
+    logits = torch.cat(parts, dim=1)
+    for row, start in enumerate((0, 3, 4)):
+        close(logits[row, start:], model(IDS[row:row + 1, start:])[0], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [{}, MOE], ids=["dense", "moe"])
+def test_fully_masked_rows_give_no_nan(changes, dtype):
+    model = tiny(**changes).to(dtype)
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[0], mask[1, :10] = 0, 0
+    with torch.no_grad():
+        for options in ({}, {"right_padded": True}, {"cache": KVCache(2, 11)}):
+            assert model(IDS, mask, **options).isfinite().all()
+    hidden, aux = model(IDS, torch.zeros_like(mask), return_hidden=True)
+    (hidden.float().sum() + aux).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_future_changes_nothing():
+    model, other = tiny(), IDS.clone()
+    other[:, 7:] = (other[:, 7:] + 1) % 61
+    assert torch.equal(model(IDS)[:, :7], model(other)[:, :7])
+
+
+@torch.no_grad()
+def test_cache_buffers_are_written_in_place():
+    model, cache, places = tiny(), KVCache(2, 11), []
+    for piece in IDS.split([4] + [1] * 7, dim=1):
+        model(piece, cache=cache)
+        places.append([t.data_ptr() for t in cache.keys + cache.values])
+    assert all(p == places[0] for p in places) and len(set(places[0])) == 4
+
+
+@torch.no_grad()
+def test_selected_cache_rows_follow_their_sequences():
+    model, cache, rows = tiny(), KVCache(2, 11), torch.tensor([2, 2, 0])
+    model(IDS[:, :6], cache=cache)
+    cache.select_rows(rows)
+    close(model(IDS[rows, 6:], cache=cache), model(IDS[rows])[:, 6:], 1e-5)
+
+
+@torch.no_grad()
+def test_a_full_cache_refuses_another_token():
+    """Written past its end a cache would drop the key and answer as if the token had never been."""
+    model, cache = tiny(), KVCache(2, 4)
+    model(IDS[:, :4], cache=cache)
+    with pytest.raises((RuntimeError, IndexError, ValueError, InputError)):
+        model(IDS[:, 4:5], cache=cache)
+
+
+def test_more_tokens_than_positions_are_an_input_error():
+    with pytest.raises(InputError, match="max_position_embeddings"):
+        tiny(max_position_embeddings=10)(IDS)
+
+
+# ---------------------------------------------------------------- transformers as the oracle
+
+DENSE_CASES = [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"head_dim": 12},
+               {"rope_theta": 1e4, "num_key_value_heads": 1},
+               {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}]
+MOE_CASES = [dict(MOE, num_experts_per_tok=k, norm_topk_prob=norm, tie_word_embeddings=tied)
+             for k, norm, tied in ((1, True, True), (1, False, False), (2, True, False), (2, False, True))]
+
+
+def case_id(case):
+    return ",".join(f"{k}={v}" for k, v in case.items() if k not in ("use_moe", "num_experts"))
+
+
+def check_same_model(ours, hf):
+    """Logits, and the greedy continuations of prompts of three lengths, against HF's own generate."""
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[1, 6:] = 0
+    close(ours(IDS), hf(IDS).logits, 1e-4)
+    close(ours(IDS, mask)[mask.bool()], hf(IDS, attention_mask=mask).logits[mask.bool()], 1e-4)
+    prompts = [IDS[0, :9].tolist(), IDS[1, :5].tolist(), IDS[2, :2].tolist()]
+    continued = generate(ours, prompts, 1, 8, [99], temperature=0.0).completion_ids
+    for prompt, ids in zip(prompts, continued):
+        theirs = hf.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, eos_token_id=None,
+                             pad_token_id=0)
+        assert theirs[0, len(prompt):].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("case", DENSE_CASES + MOE_CASES, ids=case_id)
+def test_a_saved_checkpoint_gives_the_same_logits_in_transformers(case, tmp_path):
+    ours = tiny(**case)
+    save_checkpoint(ours, tmp_path)
+    hf, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert type(hf).__name__ == ("Qwen3MoeForCausalLM" if ours.config.use_moe else "Qwen3ForCausalLM")
+    assert (hf.config.bos_token_id, hf.config.eos_token_id, hf.config.pad_token_id) == (1, 2, 0)
+    check_same_model(ours, hf.eval())
+
+
+@pytest.mark.parametrize("case", DENSE_CASES + MOE_CASES, ids=case_id)
+def test_a_checkpoint_of_transformers_gives_the_same_logits_here(case, tmp_path):
+    hf = hf_folder(tmp_path, "Qwen3Moe" if "use_moe" in case else "Qwen3", **case)
+    check_same_model(load_checkpoint(tmp_path).eval(), hf)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_key_that_the_config_leaves_out_is_read_as_transformers_reads_it(kind):
+    """Of the keys that no tensor's shape gives away: a wrong default would load and compute otherwise."""
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16)
+    theirs = transformers.AutoConfig.for_model(kind, **sizes)
+    ours = config_from_hf({"model_type": kind, **sizes})
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    for name in ["rms_norm_eps"] + ["num_experts_per_tok", "norm_topk_prob"] * (kind == "qwen3_moe"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+# ---------------------------------------------------------------- YaRN
+
+def test_minimind_yarn_frequencies_by_hand():
+    """theta 1e6, D 96, 2048 trained positions: pair p turns n times at p = 96 ln(2048/(2 pi n)) / (2 ln 1e6).
+
+    That is p = 8.06 for n = 32 and p = 20.11 for n = 1: the ramp runs from pair 8 to pair 21, so pair 8 keeps
+    its frequency 1e6^(-16/96) = 0.1, pair 21 has 1/16 of its own, and pair 12 lies 4/13 of the way between.
+    """
+    freqs, scale = rope_frequencies(MiniMindConfig(inference_rope_scaling=True))
+    assert scale == 1.0 and freqs.shape == (48,)
+    assert freqs[0].item() == 1.0 and freqs[8].item() == pytest.approx(0.1, rel=1e-6)
+    assert freqs[12].item() == pytest.approx(1e6 ** -0.25 * (9 / 13 + 4 / 13 / 16), rel=1e-5)      # .0225
+    assert freqs[21].item() == pytest.approx(1e6 ** (-42 / 96) / 16, rel=1e-5)
+    assert freqs[47].item() == pytest.approx(1e6 ** (-94 / 96) / 16, rel=1e-5)
+
+
+def yarn(**changes):
+    return {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+            **changes}
+
+
+YARN_CASES = {"plain": (yarn(), 256), "attention_factor": (yarn(attention_factor=1.5), 256),
+              "betas": (yarn(beta_fast=8.0, beta_slow=0.5), 256),
+              "no_longer_than_trained": (yarn(), 64),       # transformers stretches whatever the maximum is
+              "ramp_past_the_last_pair": (yarn(original_max_position_embeddings=32768), 131072)}
+
+
+@pytest.mark.parametrize("name", YARN_CASES)
+def test_yarn_of_a_qwen3_checkpoint_is_transformers_yarn(name, tmp_path):
+    rope, longest = YARN_CASES[name]
+    hf = hf_folder(tmp_path, rope_parameters=rope, head_dim=16, max_position_embeddings=longest)
+    ours = load_checkpoint(tmp_path).eval()
+    torch.testing.assert_close(ours.rope_freqs, hf.model.rotary_emb.inv_freq, atol=0, rtol=1e-5)
+    assert ours.rope_scale == pytest.approx(hf.model.rotary_emb.attention_scaling)
+    close(ours(IDS), hf(IDS).logits, 1e-4)
+
+
+@pytest.mark.parametrize("longest", [2048, 32768])
+def test_the_yarn_switch_survives_saving_and_loads_in_transformers(longest, tmp_path):
+    ours = tiny(inference_rope_scaling=True, max_position_embeddings=longest)
+    save_checkpoint(ours, tmp_path)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(ours.rope_freqs, hf.model.rotary_emb.inv_freq, atol=0, rtol=1e-5)
+    close(ours(IDS), hf(IDS).logits, 1e-4)
+    assert torch.equal(load_checkpoint(tmp_path).eval()(IDS), ours(IDS))
+
+
+# ---------------------------------------------------------------- load balancing
+
+def router(probabilities, **changes):
+    """A mixture whose token i, the i-th unit vector, is routed with the i-th row of probabilities."""
+    c = MiniMindConfig(**{**SIZES, "hidden_size": 8, **MOE, "num_experts_per_tok": 1, **changes})
+    moe = MixtureOfExperts(c)
+    with torch.no_grad():
+        moe.gate.weight.zero_()
+        for i, row in enumerate(probabilities):
+            moe.gate.weight[:, i] = torch.tensor(row).log()
+    return moe, torch.eye(8)[None, :len(probabilities)]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_uniform_router_pays_coefficient_times_k(k):
+    """Probabilities 1/E and shares that sum to k: E * sum(share / E) = k, whichever experts the ties pick."""
+    moe, x = router([[0.25] * 4] * 5, num_experts_per_tok=k)
+    assert moe(x)[1].item() == pytest.approx(5e-4 * k, rel=1e-5)
+
+
+def test_load_balancing_loss_by_hand():
+    """One expert takes all: 4 * (1 * .7) = 2.8. Two share: 4 * (.5 * .4 + .5 * .4) = 1.6. Padding: 0."""
+    one, two = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1]
+    for rows, valid, expected in (([one, one], None, 2.8), ([one, two], None, 1.6),
+                                  ([one, two], [[1, 0]], 2.8), ([two, one, one], [[1, 1, 0]], 1.6),
+                                  ([one, two], [[0, 0]], 0.0)):
+        moe, x = router(rows, router_aux_loss_coef=0.01)
+        loss = moe(x, None if valid is None else torch.tensor(valid).bool())[1]
+        assert loss.item() == pytest.approx(0.01 * expected, abs=1e-7)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_load_balancing_loss_is_transformers(k):
+    """One layer (transformers pools the layers before it multiplies; MiniMind adds up their losses)."""
+    ours, gates = tiny(num_hidden_layers=1, **{**MOE, "num_experts_per_tok": k}), []
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[0, 5:], mask[2] = 0, 0
+    ours.model.layers[0].mlp.gate.register_forward_hook(lambda m, inputs, out: gates.append(out))
+    aux = ours(IDS, mask, right_padded=True, return_hidden=True)[1]
+    oracle = modeling_qwen3_moe.load_balancing_loss_func(tuple(gates), 4, k, mask)
+    assert aux.item() == pytest.approx(5e-4 * oracle.item(), rel=1e-4)
+
+
+def test_an_expert_without_tokens_still_has_a_gradient():
+    """Or a rank whose tokens all avoid an expert would wait for ever in the reduction."""
+    moe, x = router([[0.7, 0.1, 0.1, 0.1]])
+    moe(x)[0].sum().backward()
+    assert (moe.experts[3].up_proj.weight.grad == 0).all() and (moe.experts[0].up_proj.weight.grad != 0).any()
+
+
+def test_load_balancing_gradient_reaches_the_gate_and_evens_it_out():
+    moe, x = router([[0.7, 0.1, 0.1, 0.1]], router_aux_loss_coef=1.0)
+    moe(x)[1].backward()
+    # d(E p0)/d(logits) = E p0 (1[0] - p): 4 * .7 * (.3, -.1, -.1, -.1)
+    close(moe.gate.weight.grad[:, 0], torch.tensor([0.84, -0.28, -0.28, -0.28]), 1e-5)
+    dense = tiny()
+    assert dense(IDS, return_hidden=True)[1] == 0
+
+
+# ---------------------------------------------------------------- checkpoints
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, MOE, {"head_dim": 12}], ids=case_id)
+def test_load_save_load_is_equal_bit_for_bit(changes, tmp_path):
+    ours = tiny(eos_token_id=[2, 5], **changes)
+    save_checkpoint(ours, tmp_path / "a")
+    first = load_checkpoint(tmp_path / "a")
+    save_checkpoint(first, tmp_path / "b")
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(first.state_dict()[name], tensor), name
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert first.config == ours.config
+
+
+BROKEN = {
+    "missing": (lambda t: t.pop(Q), "missing " + Q),
+    "extra": (lambda t: t.update(another=torch.ones(2)), "unexpected another"),
+    "misshapen": (lambda t: t.update({Q: torch.ones(32, 31)}), Q + r" has shape \[32, 31\]"),
+    "transposed": (lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.ones(32, 48)}), "up_proj"),
+    "integers": (lambda t: t.update({Q: torch.ones(32, 32, dtype=torch.int8)}), Q),
+    "other head": (lambda t: t.update({"lm_head.weight": torch.ones(61, 32)}), "lm_head.weight"),
+    "no embedding": (lambda t: t.update({"lm_head.weight": t.pop(EMBEDDING)}), EMBEDDING),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_tensors_that_do_not_fit_are_named(what, saved):
+    change, message = BROKEN[what]
+    edit_tensors(saved, change)
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("key, value, named", [
+    ("num_hidden_layers", 3, "missing model.layers.2"), ("num_hidden_layers", 1, "unexpected model.layers.1"),
+    ("hidden_size", 64, EMBEDDING), ("head_dim", 16, "k_proj"), ("num_key_value_heads", 4, "k_proj"),
+    ("vocab_size", 62, EMBEDDING), ("tie_word_embeddings", False, "missing lm_head.weight"),
+    ("model_type", "llama", "model_type 'llama'"), ("model_type", None, "model_type"),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope type 'llama3'"),
+    ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope type 'linear'"),
+    ("rope_scaling", {"rope_type": "yarn", "original_max_position_embeddings": 64}, "factor"),
+    ("quantization_config", {"quant_method": "fp8"}, "quantization_config"),
+    ("attention_bias", True, "attention_bias"), ("use_sliding_window", True, "use_sliding_window"),
+    ("hidden_act", "gelu", "hidden_act"), ("num_key_value_heads", 3, "num_key_value_heads"),
+    ("num_attention_heads", 0, "num_attention_heads"), ("hidden_size", "32", "hidden_size|a size"),
+], ids=str)
+def test_a_config_that_cannot_be_computed_is_an_input_error(key, value, named, saved):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(InputError, match=named) as error:
+        load_checkpoint(saved)
+    assert str(saved) in str(error.value)
+
+
+def test_broken_files_are_input_errors_that_name_the_file(saved):
+    weights = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(weights[:len(weights) // 2])
+    with pytest.raises(InputError, match="model.safetensors"):
+        load_checkpoint(saved)
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="model.safetensors"):
+        load_checkpoint(saved)
+    (saved / "config.json").write_text('{"model_type":\n oops}')
+    with pytest.raises(InputError, match=r"config.json:2: not valid JSON"):
+        load_checkpoint(saved)
+    with pytest.raises(InputError, match="no such folder"):
+        load_checkpoint(saved / "nowhere")
+
+
+def test_a_tied_checkpoint_that_holds_both_names_loads(saved):
+    plain = load_checkpoint(saved)
+    edit_tensors(saved, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
+    both = load_checkpoint(saved)
+    assert both.lm_head.weight is both.model["embed_tokens"].weight
+    assert torch.equal(both(IDS), plain(IDS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_half_precision_file_loads_to_fp32_and_is_saved_in_fp32(dtype, saved):
+    original = load_file(saved / "model.safetensors")
+    edit_tensors(saved, lambda t: t.update({n: x.to(dtype) for n, x in t.items()}))
+    loaded = load_checkpoint(saved)
+    for name, tensor in original.items():
+        assert loaded.state_dict()[name].dtype == torch.float32
+        assert torch.equal(loaded.state_dict()[name], tensor.to(dtype).float())
+    save_checkpoint(loaded.to(dtype), saved / "again")
+    assert {t.dtype for t in load_file(saved / "again/model.safetensors").values()} == {torch.float32}
+    assert "float32" in (saved / "again/config.json").read_text()
+
+
+def test_a_sharded_checkpoint_loads(tmp_path):
+    hf = hf_folder(tmp_path / "whole")
+    hf.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    whole, shards = (load_checkpoint(tmp_path / x).state_dict() for x in ("whole", "shards"))
+    assert whole.keys() == shards.keys() and all(torch.equal(whole[n], shards[n]) for n in whole)
+    next((tmp_path / "shards").glob("*.safetensors")).unlink()
+    with pytest.raises(InputError, match="model-0000"):
+        load_checkpoint(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("written", [0, 100])
+def test_killed_while_saving_leaves_the_earlier_checkpoint_whole(written, saved, monkeypatch):
+    def killed(tensors, path, metadata):
+        path.write_bytes(b"x" * written)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_module, "save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tiny(seed=3), saved)
+    monkeypatch.undo()
+    assert torch.equal(load_checkpoint(saved)(IDS), tiny()(IDS))
+    save_checkpoint(tiny(seed=3), saved)
+    assert torch.equal(load_checkpoint(saved)(IDS), tiny(seed=3)(IDS))
+    assert {f.name for f in saved.iterdir()} == {"config.json", "model.safetensors"}
