@@ -328,7 +328,7 @@ def read_json(path):
             value = json.load(f)
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
-    except (json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         line, why = getattr(e, "lineno", 1), getattr(e, "msg", e)
         raise InputError(f"{path}:{line}: not valid JSON ({why})") from None
     if not isinstance(value, dict):
@@ -359,7 +359,9 @@ def config_from_hf(hf, where="config.json"):
     kept = {k: v for k, v in hf.items() if k in names and v is not None}
     experts = hf.get("num_experts") or hf.get("num_local_experts") or 4
     if kind != "minimind":    # what leaving a key out means in a Qwen3 config
-        kept = {"tie_word_embeddings": False, "num_experts_per_tok": 8, "norm_topk_prob": False, **kept}
+        kept.setdefault("tie_word_embeddings", False)
+        if kind == "qwen3_moe":
+            kept = {"num_experts_per_tok": 8, "norm_topk_prob": False, **kept}
         kept.pop("inference_rope_scaling", None)
     try:
         return MiniMindConfig(rope_theta=float(theta), rope_scaling=rope if rope_type == "yarn" else None,

@@ -68,15 +68,41 @@ def repetition_penalty(text, n=3, cap=0.5):
 
 # ---------------------------------------------------------------- the answer
 
-# A number that stands alone: not a piece of a word, a version, a power or a product ("9**9" holds no number).
-NUMBER = re.compile(r"(?<![\w.^/])(?<![\w)]\*)(?<![\w)]\*\*)(?:(?<![\w)\]])[-+])?[$€£¥]?\s?"
-                    r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?(?![\d^/]|\*+[\w(]|[.,]\d|[eE][-+]?\d)")
+# Numbers are found in linear time: first whole runs of digits and what binds them, then a look at each run.
+RUN = re.compile(r"[\d.,/^*]+", re.ASCII)
+NUMBER = re.compile(r"(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(/\d+)?", re.ASCII)
 LONGEST_NUMBER = 100    # digits; longer ones are compared as text, so that no answer costs time
 
 
 def _normal(text):
     """Full-width forms to ASCII, the typographic minus to a hyphen, outer white space off."""
     return unicodedata.normalize("NFKC", text).replace("\u2212", "-").strip()
+
+
+def _number_at(text, start, end):
+    """The number in the run text[start:end], with its sign and currency, or None if it is a piece of
+    something else: of a word, a version, a power, a product ("9**9"), or 1e5.
+    """
+    before, after = text[max(0, start - 4):start], text[end:end + 3]
+    run = text[start:end].rstrip(".,/*^")
+    core, in_word = run.lstrip(".,*"), re.search(r"[A-Za-z0-9_)]$", before)
+    if run[:1] == "^" or in_word and run[:1] in ("*", "/"):
+        return None
+    if run == "." + core and not in_word:
+        core = run                                              # ".5", but not "...72" or "No.5"
+    core = core.rsplit(",", 1)[-1] if not NUMBER.fullmatch(core) else core      # "1,2,3" is a list
+    if not core or not NUMBER.fullmatch(core) or run == core and in_word or re.match(r"[eE][-+]?\d", after):
+        return None
+    # a sign counts where nothing stands before it that it could subtract from
+    sign = re.search(r"(?:^|[^A-Za-z0-9_)\]])([-+]?[$€£¥] ?|[$€£¥]?[-+])$", before)
+    return (sign[1] if sign else "") + core
+
+
+def _numbers(text, last_first=False):
+    """The numbers that stand alone in a text, in order or from the last."""
+    runs = [m.span() for m in RUN.finditer(text)]
+    found = (_number_at(text, *span) for span in (reversed(runs) if last_first else runs))
+    return (number for number in found if number is not None)
 
 
 def _boxed(text):
@@ -103,19 +129,25 @@ def extract_answer(text):
         return boxed.strip() or None
     if "####" in text:
         text = text.rsplit("####", 1)[1]
-        first = NUMBER.search(text)
-        return first[0].strip() if first else text.strip() or None
-    numbers = NUMBER.findall(text)
-    return numbers[-1].strip() if numbers else None
+        return next(_numbers(text), text.strip() or None)
+    return next(_numbers(text, last_first=True), None)
 
 
 def _value(text):
-    """The exact number that a text is, or None. Nothing is evaluated: digits, one point, one slash."""
-    text = re.sub(r"[,$€£¥\s]", "", text).rstrip(".")
-    if len(text) > LONGEST_NUMBER or not re.fullmatch(r"[-+]?\d+(\.\d+)?(/\d+)?", text):
+    """The exact number that a text is, or None. Nothing is evaluated: digits, commas, one point, one
+    slash.
+    """
+    text = text.strip().rstrip(".")
+    if len(text) > LONGEST_NUMBER:
         return None
-    top, _, bottom = text.partition("/")
-    return None if bottom and int(bottom) == 0 else Fraction(top) / Fraction(bottom or 1)
+    sign, digits = re.fullmatch(r"([-+$€£¥\s]*)(.*)", text, re.DOTALL).groups()
+    if not digits or not NUMBER.fullmatch(digits) or sign.count("-") + sign.count("+") > 1:
+        return None
+    top, _, bottom = digits.replace(",", "").partition("/")
+    if bottom and int(bottom) == 0:
+        return None
+    value = Fraction(top) / Fraction(bottom or 1)
+    return -value if "-" in sign else value
 
 
 def same_answer(given, gold):
@@ -130,7 +162,7 @@ def answer_reward(completion, answer, prompt=""):
     """1.0 if the completion's answer part commits to the gold `answer`, else 0.0. Thoughts are not
     searched.
     """
-    if answer is None:
+    if answer is None or not answer.strip():
         return 0.0
     text = split_thinking(completion, prompt)[1]
     if _value(_normal(answer)) is None and same_answer(text.strip().rstrip("."), answer):

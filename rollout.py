@@ -150,19 +150,22 @@ class Prompt:
 def read_jsonl(path):
     """Yield (where, row) for each line of a JSON Lines file; `where` is "file:line", for messages."""
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, "rb") as f:
             for number, line in enumerate(f, 1):
+                where = f"{path}:{number}"
                 if line.strip():
                     try:
-                        row = json.loads(line)
-                    except (json.JSONDecodeError, RecursionError) as e:
-                        why = getattr(e, "msg", e)
-                        raise InputError(f"{path}:{number}: not valid JSON ({why})") from None
+                        row = json.loads(line.decode("utf-8"))
+                        json.dumps(row, ensure_ascii=False).encode("utf-8")     # fails on half a surrogate
+                    except UnicodeError as e:
+                        raise InputError(f"{where}: not valid UTF-8 text ({e.reason})") from None
+                    except (ValueError, RecursionError) as e:
+                        raise InputError(f"{where}: not valid JSON ({getattr(e, 'msg', e)})") from None
                     if not isinstance(row, dict):
-                        raise InputError(f"{path}:{number}: must be a JSON object, not {type(row).__name__}")
-                    yield f"{path}:{number}", row
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+                        raise InputError(f"{where}: must be a JSON object, not {type(row).__name__}")
+                    yield where, row
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror})") from None
 
 
 def check_conversation(where, messages):

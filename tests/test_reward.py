@@ -236,6 +236,7 @@ def test_only_the_answer_part_is_searched():
     "9" + "*" * 100_000, "{" * 100_000, "\\boxed{" * 14_000, "<answer>" * 12_000, "</think>" * 12_000,
     "$" + " " * 100_000, "1 " * 50_000, "我喜欢你" * 25_000, "like you " * 11_000,
     "<answer>" + "9" * 100_000 + "</answer>", "1" + ",234" * 5_000 + "5",
+    "<answer>1" + " " * 100_000 + "1</answer>",
 ], ids=lambda t: f"{ascii(t[:8])} {len(t)}")
 def test_no_answer_costs_time(text):
     start = time.monotonic()
@@ -250,12 +251,13 @@ def test_the_terms_and_their_weighted_sum_by_hand():
     """A right answer of 9 characters behind no block: 1, -0.5, 0, 0. A thought, wrong: 0, 0.5, 1.25, 0."""
     completions = ["It is 4. ", THOUGHT + "</think>It is 5 5 5 5 5 5"]
     rewards, terms = compute_rewards(completions, ["4", "4"], [CLOSED, OPEN])
-    assert [list(t) for t in terms] == [list(TERMS)] * 2 == [["answer", "length", "thinking", "repetition"]] * 2
+    assert list(terms[0]) == list(terms[1]) == list(TERMS) == ["answer", "length", "thinking", "repetition"]
     assert list(terms[0].values()) == [1.0, -0.5, 0.0, 0.0]
     # it is 5 5 5 5 5 5: six trigrams, 555 four times -> 3 of 6 repeated -> the cap
     assert list(terms[1].values()) == [0.0, 0.5, 1.25, -0.5]
     assert rewards.tolist() == [0.5, 1.25] and rewards.dtype == torch.float32
-    weighted, same = compute_rewards(completions, ["4", "4"], [CLOSED, OPEN], {"answer": 3.0, "thinking": 0.0})
+    weights = {"answer": 3.0, "thinking": 0.0}
+    weighted, same = compute_rewards(completions, ["4", "4"], [CLOSED, OPEN], weights)
     assert weighted.tolist() == [2.5, 0.0] and same == terms                # the terms stay unweighted
 
 
