@@ -1,7 +1,8 @@
-"""The three scripts as a user runs them: tiny, on a CPU, each in a process of its own."""
+"""The three scripts as a user runs them: tiny, on a CPU. What needs no process of its own calls main()."""
 import csv
 import json
 import math
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import load_checkpoint
+import cispo
+import distill
+import grpo
+from model import InputError, load_checkpoint, run_script
 
+MAIN = {"grpo.py": grpo.main, "cispo.py": cispo.main, "distill.py": distill.main}
 ROOT = Path(__file__).resolve().parent.parent
 BASE, TEACHER = ROOT / "data/arithmetic/base", ROOT / "data/arithmetic/teacher"
 RL = ["--steps", "2", "--batch_size", "3", "--num_generations", "4", "--max_new_tokens", "24",
@@ -28,10 +33,18 @@ def run(script, *options, cwd=ROOT):
                           text=True, timeout=200)
 
 
-def ok(script, *options):
-    done = run(script, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Run main() in the repository's root, and give the signals back afterwards."""
+    monkeypatch.chdir(ROOT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def call(script, *options):
+    MAIN[script]([str(option) for option in options])
 
 
 def metrics_of(folder):
@@ -50,12 +63,12 @@ def few(tmp_path_factory):
 
 
 def rl(script, few, out, *options):
-    return ok(script, *RL, "--data", few / "train.jsonl", "--eval_data", few / "test.jsonl", "--out_dir", out,
+    call(script, *RL, "--data", few / "train.jsonl", "--eval_data", few / "test.jsonl", "--out_dir", out,
               *options)
 
 
-def distill(few, out, *options):
-    return ok("distill.py", *DISTILL, "--data", few / "sft.jsonl", "--eval_data", few / "test.jsonl",
+def distil(few, out, *options):
+    call("distill.py", *DISTILL, "--data", few / "sft.jsonl", "--eval_data", few / "test.jsonl",
               "--out_dir", out,
               *options)
 
@@ -69,8 +82,10 @@ def moved(before, after):
 @pytest.mark.parametrize("script", ["grpo.py", "cispo.py"])
 def test_rl_script_trains_logs_and_saves(script, few, tmp_path):
     original = (BASE / "model.safetensors").read_bytes()
-    output = rl(script, few, tmp_path / "run")
-    assert "held-out accuracy" in output and "checkpoint in" in output
+    done = run(script, *RL, "--data", few / "train.jsonl", "--eval_data", few / "test.jsonl", "--out_dir",
+               tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "held-out accuracy" in done.stdout and "checkpoint in" in done.stdout
     rows = metrics_of(tmp_path / "run")
     assert [r["step"] for r in rows] == ["0", "1", "2"]
     assert rows[0]["eval_accuracy"] and not rows[1]["eval_accuracy"] and rows[2]["eval_accuracy"]
@@ -146,7 +161,7 @@ def test_runs_without_out_dir_take_the_next_free_folder(few, tmp_path):
                                      ["--micro_batch_tokens", "120"]], ids=" ".join)
 def test_every_mode_of_distill_trains_the_student_and_not_the_teacher(options, few, tmp_path):
     teacher = (TEACHER / "model.safetensors").read_bytes()
-    distill(few, tmp_path / "long", *options)
+    distil(few, tmp_path / "long", *options)
     rows = metrics_of(tmp_path / "long")
     assert [r["step"] for r in rows] == ["0", "1", "2"] and rows[0]["eval_accuracy"]
     for name in ("loss", "ce", "kl", "aux", "grad_norm", "learning_rate", "tokens_per_second", "seconds"):
@@ -156,19 +171,21 @@ def test_every_mode_of_distill_trains_the_student_and_not_the_teacher(options, f
     assert all(a > 0 for a in aux) if "--use_moe" in options else aux == [0, 0]
     assert [r["on_policy"] for r in rows[1:]] == (["0", "1"] if "--on_policy_fraction" in options else ["0",
                                                                                                         "0"])
-    distill(few, tmp_path / "short", *options, "--steps", "1")
+    distil(few, tmp_path / "short", *options, "--steps", "1")
     assert moved(tmp_path / "short/checkpoint", tmp_path / "long/checkpoint") > 1e-6
     assert (TEACHER / "model.safetensors").read_bytes() == teacher
 
 
 def test_alpha_1_never_opens_a_teacher(few, tmp_path):
-    distill(few, tmp_path / "run", "--alpha", "1", "--teacher", tmp_path / "nowhere", "--tokenizer", BASE)
+    distil(few, tmp_path / "run", "--alpha", "1", "--teacher", tmp_path / "nowhere", "--tokenizer", BASE)
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "cispo.py", "distill.py"])
-def test_help_lists_every_option_with_its_default(script):
-    done = run(script, "--help")
-    assert done.returncode == 0 and "(default: " in done.stdout
+@pytest.mark.parametrize("script", MAIN)
+def test_help_lists_every_option_with_its_default(script, capsys):
+    with pytest.raises(SystemExit) as end:
+        call(script, "--help")
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and text.count("(default: ") == text.count("\n  --")
 
 
 @pytest.mark.parametrize("script, options, message", [
@@ -182,23 +199,36 @@ def test_help_lists_every_option_with_its_default(script):
     ("grpo.py", ["--num_mini_batches", "7"], "--num_mini_batches 7 must divide"),
     ("grpo.py", ["--reward_weights", "anwser=1"], "anwser"),
     ("grpo.py", ["--max_new_tokens", "5000"], "max_position_embeddings"),
+    ("grpo.py", ["--max_prompt_length", "3"], "longer than 3 tokens"),
+    ("grpo.py", ["--device", "toaster"], "--device toaster"),
+    ("grpo.py", ["--device", "cuda:99"], "--device cuda:99"),
+    ("grpo.py", ["--resume"], "--resume needs --out_dir"),
     ("distill.py", ["--alpha", "1.5"], "--alpha must lie in [0, 1]"),
     ("distill.py", ["--alpha", "1", "--on_policy_fraction", "1"], "needs a teacher"),
     ("distill.py", ["--num_attention_heads", "3"], "num_key_value_heads"),
+    ("distill.py", ["--hidden_size", "0"], "hidden_size"),
     ("distill.py", ["--teacher", "nowhere"], "nowhere"),
 ])
-def test_bad_input_ends_in_one_line_and_status_2(script, options, message, tmp_path):
-    done = run(script, "--out_dir", tmp_path / "run", *options)
-    error = [line for line in done.stderr.splitlines() if not line.startswith(("usage:", " "))]
-    assert done.returncode == 2 and len(error) == 1 and message in error[0], done.stderr
+def test_bad_input_ends_in_one_line_and_status_2(script, options, message, tmp_path, capsys):
+    out = [] if "--resume" in options else ["--out_dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as end:
+        run_script(lambda: call(script, *out, *options), script)
+    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("usage:", " "))]
+    assert end.value.code == 2 and len(error) == 1 and message in error[0], error
     assert not (tmp_path / "run").exists()
+
+
+def test_bad_input_of_a_real_process_has_no_traceback(tmp_path):
+    done = run("grpo.py", "--model", "nowhere", "--out_dir", tmp_path / "run")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("grpo.py: error: ")
 
 
 def test_a_folder_that_holds_a_run_is_refused(few, tmp_path):
     rl("grpo.py", few, tmp_path / "run", "--steps", "1")
     before = (tmp_path / "run/metrics.csv").read_bytes()
-    done = run("grpo.py", *RL, "--out_dir", tmp_path / "run")
-    assert done.returncode == 2 and "already holds a run" in done.stderr
+    with pytest.raises(InputError, match="already holds a run"):
+        call("grpo.py", *RL, "--out_dir", tmp_path / "run")
     assert (tmp_path / "run/metrics.csv").read_bytes() == before
 
 
@@ -211,5 +241,5 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_name(few, tmp_path):
     vocab = state["model"]["vocab"]
     vocab["8"], vocab["9"] = vocab["9"], vocab["8"]
     (other / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
-    done = run("distill.py", *DISTILL, "--tokenizer", other, "--out_dir", tmp_path / "run")
-    assert done.returncode == 2 and str(other) in done.stderr and "teacher" in done.stderr
+    with pytest.raises(InputError, match=f"data/arithmetic/teacher and the student's {other}"):
+        call("distill.py", *DISTILL, "--tokenizer", other, "--out_dir", tmp_path / "run")
