@@ -117,8 +117,7 @@ def chat_labels(chat, messages):
     """(ids, labels) of a conversation: every assistant turn is trained, its end-of-turn token included, and
     nothing else (-100). `messages` [{"role", "content"}, ...].
 
-    The chat template marks where a turn starts: the text that it adds to ask for an answer, up to the line's
-    end.
+    The chat template marks where a turn starts: the text that it adds to ask for an answer.
     """
     user = [{"role": "user", "content": "x"}]
     asked, not_asked = (render_guarded(chat, user, False, ask) for ask in (True, False))
@@ -137,8 +136,7 @@ def chat_labels(chat, messages):
 
 
 def completion_labels(chat, prompt, completion, end_id):
-    """(ids, labels) of a prompt (text of a user turn) and its completion; the end-of-turn token is trained
-    too.
+    """(ids, labels) of a user's prompt and its completion; the end-of-turn token is trained too.
 
     A completion that closes a think block continues an open one, any other stands behind a closed one.
     """
@@ -354,10 +352,10 @@ def main(argv=None):
         with autocast():
             return evaluate(sampler, chat, test, args.max_new_tokens, temperature, args.seed, rank, world)
 
-    if test and first == 0:
+    if test and "before" not in held_out:
         held_out["before"] = held_out["best"] = eval_accuracy()
-        if rank == 0:
-            log.row({"step": 0, "eval_accuracy": held_out["before"]})
+    if rank == 0 and first == 0:
+        log.row({"step": 0, "eval_accuracy": held_out.get("before", "")})
     for step in range(first + 1, args.steps + 1):
         tic = time.time()
         for group in optimizer.param_groups:
@@ -447,12 +445,12 @@ def main(argv=None):
             if rank == 0:
                 print(f"stopped after step {step}; go on with --resume --out_dir {log.out_dir}", flush=True)
             raise SystemExit(128 + int(stop))
-    if rank == 0 and first < args.steps:
-        if test:
+    if rank == 0:
+        if test and first < args.steps:
             print(f"held-out accuracy {held_out['before']:.3f} -> {metrics['eval_accuracy']:.3f} sampled, "
                   f"{metrics['eval_greedy']:.3f} greedy ({len(test)} prompts)")
         print(f"checkpoint in {log.out_dir / 'checkpoint'}")
 
 
 if __name__ == "__main__":
-    run_script(main, "distill.py")
+    run_script(main, "distill.py", parse_args)

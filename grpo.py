@@ -207,11 +207,12 @@ def main(argv=None):
         with autocast():
             return evaluate(sampler, chat, test, args.max_new_tokens, 1.0, args.seed, rank, world)
 
-    if test and first == 0:
+    if test and "before" not in held_out:
         held_out["before"] = held_out["best"] = eval_accuracy()
         if rank == 0:
-            log.row({"step": 0, "eval_accuracy": held_out["before"]})
             print(f"held-out accuracy before training: {held_out['before']:.3f}", flush=True)
+    if rank == 0 and first == 0:
+        log.row({"step": 0, "eval_accuracy": held_out.get("before", "")})
     for step in range(first + 1, args.steps + 1):
         tic = time.time()
         for group in optimizer.param_groups:
@@ -317,8 +318,8 @@ def main(argv=None):
             if rank == 0:
                 print(f"stopped after step {step}; go on with --resume --out_dir {log.out_dir}", flush=True)
             raise SystemExit(128 + int(stop))
-    if rank == 0 and first < args.steps:
-        if test:
+    if rank == 0:
+        if test and first < args.steps:
             after = metrics["eval_accuracy"]
             print(f"held-out accuracy {held_out['before']:.3f} -> {after:.3f}, best {held_out['best']:.3f} "
                   f"({len(test)} prompts, one sample each at temperature 1)")
@@ -326,4 +327,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main, "grpo.py")
+    run_script(main, "grpo.py", parse_args)

@@ -130,9 +130,7 @@ def rope_frequencies(config):
 
 
 def rotate(x, cos, sin):
-    """RoPE on x [B,heads,T,D]; cos and sin [B or 1,1,T,D/2]. Pair i is (x[i], x[i + D/2]), as in Hugging
-    Face.
-    """
+    """RoPE on x [B,heads,T,D]; cos and sin [B or 1,1,T,D/2]. Pairs are (x[i], x[i + D/2])."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -140,8 +138,7 @@ def rotate(x, cos, sin):
 class KVCache:
     """Static key/value memory of `capacity` positions, written in place, allocated at the first append.
 
-    Row r of every layer belongs to sequence r. All rows share one length: shorter prompts are padded on the
-    left.
+    Row r of every layer belongs to sequence r. All rows have one length: prompts are padded on the left.
     """
 
     def __init__(self, num_layers, capacity):
@@ -163,9 +160,7 @@ class KVCache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def select_rows(self, rows):
-        """Keep `rows` (indices, repeats allowed): hands a prompt's cache to its group, drops finished
-        rows.
-        """
+        """Keep `rows` (indices, may repeat): hands a cache to its group, drops finished rows."""
         for layer in range(len(self.keys)):
             self.keys[layer] = self.keys[layer].index_select(0, rows)
             self.values[layer] = self.values[layer].index_select(0, rows)
@@ -454,9 +449,7 @@ def load_checkpoint(path):
 
 
 def write_atomically(path, write):
-    """Let `write(temporary_path)` write a file, then move it to `path` in one step: a kill leaves the old one
-    whole.
-    """
+    """Let `write(temporary_path)` write a file, then move it to `path`: a kill leaves the old one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
@@ -471,8 +464,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def save_checkpoint(model, out_dir, tokenizer_dir=None):
-    """Write a Hugging Face folder: config.json, model.safetensors in fp32, and the tokenizer files of
-    `tokenizer_dir`.
+    """Write config.json, model.safetensors in fp32, and the tokenizer files of `tokenizer_dir`.
 
     Each file is replaced in one step, the weights last.
     """
@@ -569,9 +561,7 @@ def load_run(out_dir, script, model, optimizer):
 
 
 def catch_signals():
-    """Ctrl-C and SIGTERM let the step finish: the returned list then holds the signal. A second ends at
-    once.
-    """
+    """Ctrl-C and SIGTERM let the step finish: the list then holds the signal. A second ends at once."""
     caught = []
 
     def handler(number, frame):
@@ -585,15 +575,17 @@ def catch_signals():
     return caught
 
 
-def run_script(main, name):
+def run_script(main, name, parse_args):
     """Call main(); what the user can mend ends in one line on stderr and exit status 2."""
     try:
         main()
     except InputError as e:
         message = str(e)
     except torch.OutOfMemoryError as e:
-        message = (f"out of GPU memory ({str(e).splitlines()[0]}); lower --micro_batch_tokens first, then "
-                   f"--batch_size or --max_new_tokens")
+        now = parse_args()
+        message = (f"out of GPU memory ({str(e).splitlines()[0]}); lower --micro_batch_tokens first (now "
+                   f"{now.micro_batch_tokens}), then --batch_size (now {now.batch_size}) or "
+                   f"--max_new_tokens (now {now.max_new_tokens})")
     else:
         return
     print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)

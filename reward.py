@@ -17,8 +17,7 @@ from rollout import decode, generate, step_generator
 # ---------------------------------------------------------------- the think block
 
 def split_thinking(completion, prompt=""):
-    """(thought, answer part) of a completion. thought is None where there is no think block of the model's
-    own.
+    """(thought, answer part) of a completion; thought is None without a closed think block.
 
     `prompt` is the rendered prompt: it may end inside an open think block (then a completion without
     `</think>` has no answer part yet) or behind a closed one (then all of the completion is the answer,
@@ -58,9 +57,7 @@ WORD = re.compile(f"[{UNSPACED}]|[^\\W{UNSPACED}]+|[^\\w\\s]")
 
 
 def repetition_penalty(text, n=3, cap=0.5):
-    """0 for text without a repeated n-gram of words, up to `cap` for one that repeats half of its n-grams or
-    more.
-    """
+    """0 for text that repeats no n-gram of words, up to `cap` where half of them or more are repeats."""
     words = WORD.findall(text.lower())
     grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return min(cap, 2 * cap * (len(grams) - len(set(grams))) / len(grams)) if grams else 0.0
@@ -134,9 +131,7 @@ def extract_answer(text):
 
 
 def _value(text):
-    """The exact number that a text is, or None. Nothing is evaluated: digits, commas, one point, one
-    slash.
-    """
+    """The exact number that a text is, or None. Nothing is evaluated."""
     text = text.strip().rstrip(".")
     if len(text) > LONGEST_NUMBER:
         return None
@@ -159,9 +154,7 @@ def same_answer(given, gold):
 
 
 def answer_reward(completion, answer, prompt=""):
-    """1.0 if the completion's answer part commits to the gold `answer`, else 0.0. Thoughts are not
-    searched.
-    """
+    """1.0 if the answer part commits to the gold `answer`, else 0.0. Thoughts are not searched."""
     if answer is None or not answer.strip():
         return 0.0
     text = split_thinking(completion, prompt)[1]
@@ -187,9 +180,7 @@ TERMS = tuple(reward_terms("", None))      # their names
 
 
 def parse_weights(text):
-    """"answer=1,length=0.5" -> {"answer": 1.0, "length": 0.5}; InputError for an unknown term or a bad
-    number.
-    """
+    """"answer=1,length=0.5" -> {"answer": 1.0, "length": 0.5}; unknown terms are an InputError."""
     weights = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
@@ -206,8 +197,7 @@ def compute_rewards(completions, answers, prompts, weights=None):
     """Score N completions -> (rewards [N] fp32, list of N dicts of unweighted terms).
 
     reward = sum over terms of weight * term; a term that `weights` leaves out weighs 1. A NaN or infinite
-    term is an InputError that names it and the completion: averaged into a group it would poison every
-    advantage.
+    term is an InputError that names it and the completion: it would poison its whole group.
     """
     weights = weights or {}
     terms = [reward_terms(c, a, p) for c, a, p in zip(completions, answers, prompts)]

@@ -32,9 +32,7 @@ CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content
 
 @dataclass
 class ChatTokenizer:
-    """What a checkpoint folder says about text: its tokenizer, its chat template, and which ids end a
-    turn.
-    """
+    """A checkpoint's tokenizer, its chat template, and the ids that end a turn."""
     tokenizer: Tokenizer
     template: jinja2.Template
     special: list       # texts of the special tokens, longest first
@@ -44,9 +42,7 @@ class ChatTokenizer:
 
 
 def load_tokenizer(folder):
-    """Read tokenizer.json, tokenizer_config.json, generation_config.json and the chat template of a
-    checkpoint.
-    """
+    """Read the tokenizer, its configuration and the chat template of a checkpoint folder."""
     folder = Path(folder)
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -108,8 +104,7 @@ def render_guarded(chat, messages, thinking, add_generation_prompt):
 def encode_guarded(chat, text):
     """Guarded text -> (plain text, ids, start of each id in the guarded text, in characters).
 
-    Guarded special tokens are spelled out in ordinary tokens, so a message can neither end its turn nor forge
-    another.
+    Guarded tokens are spelled in ordinary ones: a message can neither end its turn nor forge another.
     """
     guarded, plain, ids, starts, offset = chat.special + ["\ue000"], "", [], [], 0
     for i, piece in enumerate(re.split("(\ue000\\d+\ue001)", text)):
@@ -179,9 +174,7 @@ def check_conversation(where, messages):
 
 
 def parse_prompt(where, row):
-    """One data row -> (messages, gold answer or None). Three formats: conversations, prompt/answer,
-    question/answer.
-    """
+    """One data row of the three formats -> (messages, gold answer or None)."""
     if "conversations" in row:
         messages = check_conversation(where, row["conversations"])
         if messages[-1]["role"] == "assistant":     # MiniMind's rlaif.jsonl ends with an empty assistant turn
@@ -205,8 +198,7 @@ def parse_prompt(where, row):
 
 
 def read_prompts(path, chat, max_prompt_length, vocab_size, system="", thinking_ratio=1.0):
-    """Prompts of a JSON Lines file, rendered and encoded; longer ones than `max_prompt_length` tokens are
-    left out.
+    """Prompts of a JSON Lines file, encoded; those longer than `max_prompt_length` tokens are left out.
 
     `thinking_ratio` of the prompts (drawn by line number, the same in every run) end in an open think block.
     Returns (list of Prompt, how many were left out). Raises InputError naming file and line.
@@ -247,9 +239,7 @@ def batch_of_step(step, batch_size, num_rows, seed):
 
 
 def step_generator(seed, step, stream=0):
-    """A random generator that depends on nothing but its numbers; every use of randomness has its own
-    `stream`.
-    """
+    """A random generator made of these numbers alone; every use of randomness has its own `stream`."""
     return torch.Generator().manual_seed(random.Random(f"{seed}/{step}/{stream}").getrandbits(63))
 
 
@@ -273,8 +263,7 @@ def pad_left(sequences, pad_id):
 
 
 def sample_tokens(logits, temperature, noise):
-    """One token for each row from softmax(logits / temperature), and its log-prob; temperature 0 takes the
-    largest.
+    """One token for each row from softmax(logits / temperature), and its log-prob; greedy at 0.
 
     logits [n,V], noise [n] uniform in [0,1) -> tokens [n], log-probs [n] (fp32). Inverse-CDF sampling: one
     number a row decides, so a row's sample does not depend on which other rows are in the batch (and on a CPU
@@ -300,8 +289,7 @@ def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0,
 
     prompts: B lists of ids. `temperature` divides the logits here and in per_token_logps; there is no top-k
     or top-p, so what is sampled is exactly the distribution that is scored. Each prompt is prefilled once and
-    its cache handed to its group. Every `check_every` tokens the host looks which rows have ended, and they
-    leave.
+    its cache handed to its group. Every `check_every` tokens the rows that have ended leave.
     """
     was_training, device = model.training, next(model.parameters()).device
     model.eval()                                     # dropout would change what is sampled, and its log-probs
@@ -393,8 +381,7 @@ def token_logps(hidden, head_weight, tokens, temperature=1.0):
     """log softmax(hidden @ head_weight.T / temperature)[tokens]: hidden [M,C], head_weight [V,C], tokens [M]
     -> [M].
 
-    Works through the rows in chunks, computed again in the backward pass, so that [M,V] never stands in
-    memory.
+    Works in chunks that are computed again in the backward pass: [M,V] never stands in memory.
     """
     chunk = max(1, LOGITS_AT_ONCE // len(head_weight))
     if len(tokens) <= chunk:

@@ -212,7 +212,7 @@ def test_help_lists_every_option_with_its_default(script, capsys):
 def test_bad_input_ends_in_one_line_and_status_2(script, options, message, tmp_path, capsys):
     out = [] if "--resume" in options else ["--out_dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit) as end:
-        run_script(lambda: call(script, *out, *options), script)
+        run_script(lambda: call(script, *out, *options), script, None)
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("usage:", " "))]
     assert end.value.code == 2 and len(error) == 1 and message in error[0], error
     assert not (tmp_path / "run").exists()

@@ -46,9 +46,7 @@ def digits(n):
 
 
 def solve(a, op, b, slip_at=None, rng=None):
-    """Work a problem column by column -> (lines of working, answer). A slip at that line falsifies its
-    result.
-    """
+    """Work a problem by columns -> (lines of working, answer), with one false result at `slip_at`."""
     lines, result, carry = [], 0, 0
     columns = digits(a)
     other = digits(b) if op != "*" else [b] * len(columns)
