@@ -337,7 +337,7 @@ def main(argv=None):
         first, held_out = load_run(args.out_dir, "distill", student, optimizer)
     num_params = sum(p.numel() for p in student.parameters())
     if rank == 0:
-        log = RunLog(run_dir(args.out_dir, "distill", args.resume, args.overwrite, 20 * num_params), COLUMNS,
+        log = RunLog(run_dir(args.out_dir, "distill", args.resume, args.overwrite, 32 * num_params), COLUMNS,
                      args.steps, first)
         size = f"{sum(p.numel() for p in teacher.parameters()) / 1e6:.2f}M" if teacher is not None else "none"
         print(f"student {num_params / 1e6:.2f}M parameters, teacher {size}, on {device}, {dtype}; "

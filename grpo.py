@@ -193,7 +193,7 @@ def main(argv=None):
         first, held_out = load_run(args.out_dir, "grpo", policy, optimizer)
     num_params = sum(p.numel() for p in policy.parameters())
     if rank == 0:
-        log = RunLog(run_dir(args.out_dir, "grpo", args.resume, args.overwrite, 20 * num_params), COLUMNS,
+        log = RunLog(run_dir(args.out_dir, "grpo", args.resume, args.overwrite, 32 * num_params), COLUMNS,
                      args.steps, first)
         print(f"{num_params / 1e6:.2f}M parameters on {device}, {dtype}; {len(train)} prompts ({left_out} "
               f"too long), {len(test)} held out; {args.steps} steps of {args.batch_size} x {G}; "

@@ -452,11 +452,14 @@ def write_atomically(path, write):
     """Let `write(temporary_path)` write a file, then move it to `path`: a kill leaves the old one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
-    write(temporary)
-    with open(temporary, "rb+") as f:
-        os.fsync(f.fileno())
-    os.chmod(temporary, 0o644)      # safetensors writes for the owner alone
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as f:
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)      # safetensors writes for the owner alone
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)       # what a full disk cut short would keep it full
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -581,6 +584,8 @@ def run_script(main, name, parse_args):
         main()
     except InputError as e:
         message = str(e)
+    except OSError as e:
+        message = f"{e.filename or 'a file of the run'}: {e.strerror or e}"
     except torch.OutOfMemoryError as e:
         now = parse_args()
         message = (f"out of GPU memory ({str(e).splitlines()[0]}); lower --micro_batch_tokens first (now "

@@ -232,6 +232,7 @@ def test_a_full_disk_ends_in_one_line_and_keeps_the_last_checkpoint(tmp_path):
     os.waitpid(fork(save_on_full_disk), 0)
     assert "cannot save step 2" in (tmp_path / "message").read_text()
     assert all(f.read_bytes() == content for f, content in files.items())
+    assert not list(tmp_path.rglob("*.tmp"))            # nothing left that keeps the disk full
 
 
 def test_a_folder_that_cannot_be_written_or_has_no_room_is_refused_before_training(tiny, tmp_path,
