@@ -336,7 +336,7 @@ def main(argv=None):
     if args.resume and args.out_dir:
         first, held_out = load_run(args.out_dir, "distill", student, optimizer)
     num_params = sum(p.numel() for p in student.parameters())
-    if rank == 0:
+    if rank == 0:       # on disk: 16 bytes a parameter in state and checkpoint, the old ones and the new
         log = RunLog(run_dir(args.out_dir, "distill", args.resume, args.overwrite, 32 * num_params), COLUMNS,
                      args.steps, first)
         size = f"{sum(p.numel() for p in teacher.parameters()) / 1e6:.2f}M" if teacher is not None else "none"

@@ -192,7 +192,7 @@ def main(argv=None):
     if args.resume and args.out_dir:
         first, held_out = load_run(args.out_dir, "grpo", policy, optimizer)
     num_params = sum(p.numel() for p in policy.parameters())
-    if rank == 0:
+    if rank == 0:       # on disk: 16 bytes a parameter in state and checkpoint, the old ones and the new
         log = RunLog(run_dir(args.out_dir, "grpo", args.resume, args.overwrite, 32 * num_params), COLUMNS,
                      args.steps, first)
         print(f"{num_params / 1e6:.2f}M parameters on {device}, {dtype}; {len(train)} prompts ({left_out} "
