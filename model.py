@@ -349,6 +349,11 @@ def config_from_hf(hf, where="config.json"):
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "yarn"):
         raise InputError(f"{where}: rope type {rope_type!r} is not supported; known are default, yarn")
+    known = {"rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+             "attention_factor"}
+    ignored = [k for k, v in rope.items() if rope_type == "yarn" and k not in known and v is not None]
+    if ignored:
+        raise InputError(f"{where}: YaRN option {', '.join(ignored)} is not supported")
     names = set(MiniMindConfig.__dataclass_fields__) - {"rope_theta", "rope_scaling", "use_moe",
                                                         "num_experts"}
     kept = {k: v for k, v in hf.items() if k in names and v is not None}

@@ -67,7 +67,7 @@ def repetition_penalty(text, n=3, cap=0.5):
 
 # Numbers are found in linear time: first whole runs of digits and what binds them, then a look at each run.
 RUN = re.compile(r"[\d.,/^*]+", re.ASCII)
-NUMBER = re.compile(r"(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(/\d+)?", re.ASCII)
+NUMBER = re.compile(r"((\d{1,3}(,\d{3})+|\d+)(\.\d+)?|\.\d+)(/\d+)?", re.ASCII)
 LONGEST_NUMBER = 100    # digits; longer ones are compared as text, so that no answer costs time
 
 
@@ -88,7 +88,8 @@ def _number_at(text, start, end):
     if run == "." + core and not in_word:
         core = run                                              # ".5", but not "...72" or "No.5"
     core = core.rsplit(",", 1)[-1] if not NUMBER.fullmatch(core) else core      # "1,2,3" is a list
-    if not core or not NUMBER.fullmatch(core) or run == core and in_word or re.match(r"[eE][-+]?\d", after):
+    part_of_word = run == core and in_word and in_word[0] != ")" or re.match(r"[eE][-+]?\d", after)
+    if part_of_word or not NUMBER.fullmatch(core):
         return None
     # a sign counts where nothing stands before it that it could subtract from
     sign = re.search(r"(?:^|[^A-Za-z0-9_)\]])([-+]?[$€£¥] ?|[$€£¥]?[-+])$", before)
@@ -135,6 +136,7 @@ def _value(text):
     text = text.strip().rstrip(".")
     if len(text) > LONGEST_NUMBER:
         return None
+    text = re.sub(r"\s*/\s*", "/", text.rstrip("$€£¥ "))
     sign, digits = re.fullmatch(r"([-+$€£¥\s]*)(.*)", text, re.DOTALL).groups()
     if not digits or not NUMBER.fullmatch(digits) or sign.count("-") + sign.count("+") > 1:
         return None

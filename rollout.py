@@ -6,6 +6,7 @@ consecutive rows), P prompt length, R response length, M scored tokens, V vocabu
 import csv
 import itertools
 import json
+import math
 import random
 import re
 import shutil
@@ -92,8 +93,8 @@ def render_guarded(chat, messages, thinking, add_generation_prompt):
     """
     guarded = chat.special + ["\ue000"]
     pattern = re.compile("|".join(map(re.escape, guarded)))
-    masked = [{**m, "content": pattern.sub(lambda hit: f"\ue000{guarded.index(hit[0])}\ue001", m["content"])}
-              for m in messages]
+    masked = [{key: pattern.sub(lambda hit: f"\ue000{guarded.index(hit[0])}\ue001", value)
+               if isinstance(value, str) else value for key, value in m.items()} for m in messages]
     try:
         return chat.template.render(messages=masked, add_generation_prompt=add_generation_prompt,
                                     enable_thinking=thinking, open_thinking=thinking, **chat.named)
@@ -179,7 +180,7 @@ def parse_prompt(where, row):
         messages = check_conversation(where, row["conversations"])
         if messages[-1]["role"] == "assistant":     # MiniMind's rlaif.jsonl ends with an empty assistant turn
             messages = messages[:-1]
-        if not messages:
+        if not messages or messages[-1]["role"] == "system":
             raise InputError(f"{where}: \"conversations\" holds no prompt")
         content, answer = messages[-1]["content"], row.get("answer")
     elif "prompt" in row or "question" in row:
@@ -194,6 +195,8 @@ def parse_prompt(where, row):
         raise InputError(f"{where}: the prompt must be text and not empty")
     if isinstance(answer, bool) or not (answer is None or isinstance(answer, (str, int, float))):
         raise InputError(f"{where}: \"answer\" must be text or a number")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise InputError(f"{where}: \"answer\" must be finite, not {answer}")
     return messages, None if answer is None else str(answer).strip()
 
 

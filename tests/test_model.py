@@ -137,6 +137,14 @@ def test_left_padding_with_a_cache_does_not_move_a_sequence(pieces):
         close(logits[row, start:], model(IDS[row:row + 1, start:])[0], 1e-5)
 
 
+def test_a_hole_in_the_mask_does_not_move_what_follows():
+    """Padding between prompt and completion: without it RoPE's distances, not only the mask, would differ."""
+    model, mask = tiny(), torch.ones(3, 11, dtype=torch.long)
+    mask[:, 4:7] = 0
+    kept = mask[0].bool()
+    close(model(IDS, mask)[:, kept], model(IDS[:, kept]), 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [{}, MOE], ids=["dense", "moe"])
 def test_fully_masked_rows_give_no_nan(changes, dtype):
@@ -278,6 +286,17 @@ def test_yarn_of_a_qwen3_checkpoint_is_transformers_yarn(name, tmp_path):
     torch.testing.assert_close(ours.rope_freqs, hf.model.rotary_emb.inv_freq, atol=0, rtol=1e-5)
     assert ours.rope_scale == pytest.approx(hf.model.rotary_emb.attention_scaling)
     close(ours(IDS), hf(IDS).logits, 1e-4)
+
+
+@pytest.mark.parametrize("options", [{"truncate": False}, {"mscale": 1.0, "mscale_all_dim": 0.5}], ids=str)
+def test_further_yarn_options_are_computed_or_refused_but_not_ignored(options, tmp_path):
+    hf = hf_folder(tmp_path, rope_parameters=yarn(**options), head_dim=16, max_position_embeddings=256)
+    try:
+        ours = load_checkpoint(tmp_path).eval()
+    except InputError as error:
+        assert next(iter(options)) in str(error)
+    else:
+        close(ours(IDS), hf(IDS).logits, 1e-4)
 
 
 @pytest.mark.parametrize("longest", [2048, 32768])
