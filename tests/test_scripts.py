@@ -2,6 +2,7 @@
 import csv
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -185,7 +186,7 @@ def test_help_lists_every_option_with_its_default(script, capsys):
     with pytest.raises(SystemExit) as end:
         call(script, "--help")
     text = capsys.readouterr().out
-    assert end.value.code == 0 and text.count("(default: ") == text.count("\n  --")
+    assert end.value.code == 0 and len(re.findall(r"\(default:\s", text)) == text.count("\n  --") > 25
 
 
 @pytest.mark.parametrize("script, options, message", [
