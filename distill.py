@@ -32,9 +32,9 @@ import rollout as sampling
 from model import (InputError, MiniMind, MiniMindConfig, catch_signals, init_distributed, load_checkpoint,
                    load_run, metrics_over_ranks, over_ranks, run_script, save_run)
 from reward import completion_texts, compute_rewards, evaluate
-from rollout import (RunLog, batch_of_step, check_conversation, encode_guarded, generate, load_tokenizer,
-                     micro_batches, read_jsonl, read_prompts, render_chat, render_guarded, rollout_policy,
-                     run_dir, step_generator, update_rollout_policy)
+from rollout import (RunLog, answer_marks, batch_of_step, check_conversation, encode_guarded, generate,
+                     load_tokenizer, micro_batches, read_jsonl, read_prompts, render_chat, render_guarded,
+                     rollout_policy, run_dir, step_generator, update_rollout_policy)
 
 # ---------------------------------------------------------------- the math
 
@@ -121,8 +121,11 @@ def chat_labels(chat, messages):
     """
     user = [{"role": "user", "content": "x"}]
     asked, not_asked = (render_guarded(chat, user, False, ask) for ask in (True, False))
-    header = re.match(r".*?assistant\S*\n*", asked[len(not_asked):], re.DOTALL)
-    header = header[0] if header else asked[len(not_asked):]
+    header = asked[len(not_asked):] or answer_marks(chat)[0]    # some templates always or never ask
+    match = re.match(r".*?assistant\S*\n*", header, re.DOTALL)
+    header = match[0] if match else header
+    if not header:
+        raise InputError("the chat template does not mark where an answer starts")
     text = render_guarded(chat, messages, True, False)
     _, ids, starts = encode_guarded(chat, text)
     labels = [-100] * len(ids)
@@ -141,9 +144,12 @@ def completion_labels(chat, prompt, completion, end_id):
     A completion that closes a think block continues an open one, any other stands behind a closed one.
     """
     thinking = "</think>" in completion
-    ids = render_chat(chat, [{"role": "user", "content": prompt}], thinking)[1]
-    answer = encode_guarded(chat, completion.removeprefix("<think>\n") if thinking
-                            else completion)[1] + [end_id]
+    text, ids = render_chat(chat, [{"role": "user", "content": prompt}], thinking)
+    if thinking and text.rstrip().endswith("<think>"):      # the template has opened the block already
+        completion = completion.lstrip().removeprefix("<think>").removeprefix("\n")
+    elif thinking and not completion.lstrip().startswith("<think>"):
+        completion = "<think>\n" + completion
+    answer = encode_guarded(chat, completion)[1] + [end_id]
     return ids + answer, [-100] * len(ids) + answer
 
 
@@ -286,7 +292,7 @@ def new_student(args, chat):
         vocab_size=chat.tokenizer.get_vocab_size(), hidden_size=args.hidden_size, use_moe=args.use_moe,
         num_hidden_layers=args.num_hidden_layers, num_attention_heads=args.num_attention_heads,
         num_key_value_heads=args.num_key_value_heads, max_position_embeddings=args.max_position_embeddings,
-        pad_token_id=chat.pad_id, eos_token_id=chat.eos_ids[0],
+        pad_token_id=chat.pad_id, eos_token_id=chat.eos_ids[0] if len(chat.eos_ids) == 1 else chat.eos_ids,
         bos_token_id=chat.tokenizer.token_to_id(chat.named["bos_token"] or "")))
 
 
@@ -319,12 +325,14 @@ def main(argv=None):
     student = (load_checkpoint(args.student) if args.student else new_student(args, chat)).to(device).train()
     config = student.config
     teacher = load_teacher(args, chat, tokenizer_dir, student, dtype, device) if args.alpha < 1 else None
-    data, left_out = read_rows(args.data, chat, min(args.max_length, config.max_position_embeddings),
-                               config.vocab_size)
-    room = config.max_position_embeddings - args.max_new_tokens
+    positions = min(m.config.max_position_embeddings for m in (student, teacher) if m is not None)
+    room = positions - args.max_new_tokens      # for the prompt of a row that the student completes
     if room < 1:
-        raise InputError(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the student's "
-                         f"max_position_embeddings is {config.max_position_embeddings}")
+        raise InputError(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: student and "
+                         f"teacher have {positions} positions")
+    data, left_out = read_rows(args.data, chat, min(args.max_length, room if args.on_policy_fraction
+                                                    else positions),
+                               config.vocab_size)
     test = read_prompts(args.eval_data, chat, room, config.vocab_size)[0] if args.eval_data else []
     if any(p.answer is None for p in test):
         raise InputError(f"{args.eval_data}: every held-out row needs an answer")
@@ -334,7 +342,7 @@ def main(argv=None):
     # a new run, or the state of an old one
     first, held_out = 0, {}
     if args.resume and args.out_dir:
-        first, held_out = load_run(args.out_dir, "distill", student, optimizer)
+        first, held_out = load_run(args.out_dir, "distill", student, optimizer, args)
     num_params = sum(p.numel() for p in student.parameters())
     if rank == 0:       # on disk: 16 bytes a parameter in state and checkpoint, the old ones and the new
         log = RunLog(run_dir(args.out_dir, "distill", args.resume, args.overwrite, 32 * num_params), COLUMNS,
@@ -360,7 +368,7 @@ def main(argv=None):
         tic = time.time()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, args)
-        torch.manual_seed(1_000_003 * args.seed + world * step + rank)     # dropout: a function of the step
+        torch.manual_seed(step_generator(args.seed, step, stream=9 + rank).initial_seed())      # for dropout
 
         # this process's share of the batch: rows of the file, or their prompts completed by the student
         batch = [data[i] for i in batch_of_step(step, args.batch_size, len(data), args.seed)]
@@ -440,13 +448,16 @@ def main(argv=None):
                 log.samples([{"step": step, "prompt": p.text, "completion": text, **t, "reward": r}
                              for p, text, t, r in zip(shown, texts, terms, rewards.tolist())])
             if last or stop or step % args.save_interval == 0:
-                save_run(log.out_dir, "distill", student, optimizer, step, held_out, tokenizer_dir)
+                save_run(log.out_dir, "distill", student, optimizer, step, held_out, tokenizer_dir, args)
         if stop and not last:
             if rank == 0:
-                print(f"stopped after step {step}; go on with --resume --out_dir {log.out_dir}", flush=True)
+                print(f"stopped after step {step}; go on with the same options and --resume --out_dir "
+                      f"{log.out_dir}", flush=True)
             raise SystemExit(128 + int(stop))
     if rank == 0:
-        if test and first < args.steps:
+        if first >= args.steps:     # nothing was left to do but what a kill between two files left undone
+            save_run(log.out_dir, "distill", student, optimizer, first, held_out, tokenizer_dir, args)
+        elif test:
             print(f"held-out accuracy {held_out['before']:.3f} -> {metrics['eval_accuracy']:.3f} sampled, "
                   f"{metrics['eval_greedy']:.3f} greedy ({len(test)} prompts)")
         print(f"checkpoint in {log.out_dir / 'checkpoint'}")

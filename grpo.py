@@ -190,7 +190,7 @@ def main(argv=None):
     # a new run, or the state of an old one
     first, held_out = 0, {}
     if args.resume and args.out_dir:
-        first, held_out = load_run(args.out_dir, "grpo", policy, optimizer)
+        first, held_out = load_run(args.out_dir, "grpo", policy, optimizer, args)
     num_params = sum(p.numel() for p in policy.parameters())
     if rank == 0:       # on disk: 16 bytes a parameter in state and checkpoint, the old ones and the new
         log = RunLog(run_dir(args.out_dir, "grpo", args.resume, args.overwrite, 32 * num_params), COLUMNS,
@@ -286,14 +286,16 @@ def main(argv=None):
         # measure, log, show samples, save
         last, ratio = step == args.steps, torch.cat(ratios)
         stop = max(over_ranks([caught[0] if caught else 0], "MAX"))
+        here = world * mask.sum().item() / over_ranks([mask.sum().item()])[0]   # token means weigh by tokens
         metrics = metrics_over_ranks({
             "step": step, "reward": rewards.mean().item(),
             **{f"reward_{name}": sum(t[name] for t in terms) / len(terms) for name in TERMS},
             "accuracy": sum(t["answer"] for t in terms) / len(terms),
-            "kl": torch.cat(kls).mean().item(), "clip_fraction": torch.cat(clipped).mean().item(),
-            "ratio_mean": ratio.mean().item(), "ratio_min": ratio.min().item(),
+            "kl": here * torch.cat(kls).mean().item(),
+            "clip_fraction": here * torch.cat(clipped).mean().item(),
+            "ratio_mean": here * ratio.mean().item(), "ratio_min": ratio.min().item(),
             "ratio_max": ratio.max().item(),
-            "entropy": -rollout.per_token_logps[mask].mean().item(),
+            "entropy": -here * rollout.per_token_logps[mask].mean().item(),
             "completion_length": mask.sum(dim=1).float().mean().item(),
             "truncated_fraction": 1 - rollout.finished.float().mean().item(),
             "zero_std_fraction": (rewards.view(-1, G).std(dim=1) < 1e-6).float().mean().item(),
@@ -313,13 +315,16 @@ def main(argv=None):
                               "reward": rewards[i].item(), "advantage": advantages[i].item()}
                              for i in (rewards[:G].argmax().item(), rewards[:G].argmin().item())])
             if last or stop or step % args.save_interval == 0:
-                save_run(log.out_dir, "grpo", policy, optimizer, step, held_out, args.model)
+                save_run(log.out_dir, "grpo", policy, optimizer, step, held_out, args.model, args)
         if stop and not last:
             if rank == 0:
-                print(f"stopped after step {step}; go on with --resume --out_dir {log.out_dir}", flush=True)
+                print(f"stopped after step {step}; go on with the same options and --resume --out_dir "
+                      f"{log.out_dir}", flush=True)
             raise SystemExit(128 + int(stop))
     if rank == 0:
-        if test and first < args.steps:
+        if first >= args.steps:     # nothing was left to do but what a kill between two files left undone
+            save_run(log.out_dir, "grpo", policy, optimizer, first, held_out, args.model, args)
+        elif test:
             after = metrics["eval_accuracy"]
             print(f"held-out accuracy {held_out['before']:.3f} -> {after:.3f}, best {held_out['best']:.3f} "
                   f"({len(test)} prompts, one sample each at temperature 1)")

@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -344,7 +345,10 @@ def config_from_hf(hf, where="config.json"):
     for key, allowed in only.items():
         if hf.get(key) is not None and hf[key] not in allowed:
             raise InputError(f"{where}: {key} = {hf[key]!r} is not supported")
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})    # transformers 5, transformers 4
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}    # transformers 5, transformers 4
+    if not isinstance(rope, dict):
+        raise InputError(f"{where}: rope_parameters and rope_scaling must be objects, not {rope!r}")
+    rope = dict(rope)
     theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or (1e6 if kind == "minimind" else 1e4)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "yarn"):
@@ -532,12 +536,18 @@ def metrics_over_ranks(metrics):
     return metrics
 
 
-def save_run(out_dir, script, model, optimizer, step, held_out, tokenizer_dir):
+# Options that may differ at a resume: they change where a run looks, how long it is, not what it computes.
+FREE_OPTIONS = {"steps", "out_dir", "resume", "overwrite", "eval_data", "eval_interval", "sample_interval",
+                "save_interval", "log_interval", "device", "micro_batch_tokens"}
+
+
+def save_run(out_dir, script, model, optimizer, step, held_out, tokenizer_dir, args):
     """Save what --resume needs (state.pt: fp32 weights and optimizer in one file) and the checkpoint folder.
 
     Batches, noise and dropout are functions of seed and step, so the step stands for every random generator.
     """
     state = {"script": script, "config": vars(model.config), "step": step, "held_out": held_out,
+             "options": {k: v for k, v in vars(args).items() if k not in FREE_OPTIONS},
              "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     try:
         write_atomically(Path(out_dir) / "state.pt", lambda tmp: torch.save(state, tmp))
@@ -547,12 +557,13 @@ def save_run(out_dir, script, model, optimizer, step, held_out, tokenizer_dir):
                          f"checkpoint there is whole: make room, go on with --resume") from None
 
 
-def load_run(out_dir, script, model, optimizer):
+def load_run(out_dir, script, model, optimizer, args):
     """Bring model and optimizer to the state that `save_run` left in out_dir -> (step, held_out)."""
     path = Path(out_dir) / "state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)   # a pickle can run code
-        saved = {key: state[key] for key in ("script", "config", "step", "held_out", "model", "optimizer")}
+        saved = {key: state[key] for key in ("script", "config", "options", "step", "held_out", "model",
+                                             "optimizer")}
     except FileNotFoundError:
         raise InputError(f"--resume: {path} does not exist; there is no run to go on with") from None
     except Exception as e:
@@ -563,6 +574,10 @@ def load_run(out_dir, script, model, optimizer):
                  if saved["config"].get(k) != v]
     if differing:
         raise InputError(f"--resume: {path} holds a model of other sizes: {'; '.join(differing)}")
+    changed = [f"--{k} {v!r}, now {getattr(args, k, None)!r}" for k, v in saved["options"].items()
+               if getattr(args, k, None) != v]
+    if changed:
+        raise InputError(f"--resume: the run was started with {'; '.join(changed)}; give the same again")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"], saved["held_out"]
@@ -570,12 +585,15 @@ def load_run(out_dir, script, model, optimizer):
 
 def catch_signals():
     """Ctrl-C and SIGTERM let the step finish: the list then holds the signal. A second ends at once."""
-    caught = []
+    caught, began = [], []
 
     def handler(number, frame):
-        if caught:
+        if caught and time.time() - began[0] > 0.5:     # torchrun and its caller may both send the first
             os._exit(128 + number)
+        if caught:
+            return
         caught.append(number)
+        began.append(time.time())
         print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -73,7 +73,15 @@ LONGEST_NUMBER = 100    # digits; longer ones are compared as text, so that no a
 
 def _normal(text):
     """Full-width forms to ASCII, the typographic minus to a hyphen, outer white space off."""
-    return unicodedata.normalize("NFKC", text).replace("\u2212", "-").strip()
+    # an exponent or a fraction sign must not melt into the digits before it: 5\u00b2 is not 52
+    text = re.sub("(?<=\\d)(?=[\u2070\u00b9\u00b2\u00b3\u2074-\u2079])", "^", text)
+    text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)
+    return unicodedata.normalize("NFKC", text).replace("\u2212", "-").replace("\u2044", "/").strip()
+
+
+def _plain_fractions(text):
+    """\\frac{1}{2} -> 1/2."""
+    return re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
 
 
 def _number_at(text, start, end):
@@ -128,12 +136,12 @@ def extract_answer(text):
     if "####" in text:
         text = text.rsplit("####", 1)[1]
         return next(_numbers(text), text.strip() or None)
-    return next(_numbers(text, last_first=True), None)
+    return next(_numbers(_plain_fractions(text), last_first=True), None)
 
 
 def _value(text):
     """The exact number that a text is, or None. Nothing is evaluated."""
-    text = text.strip().rstrip(".")
+    text = _plain_fractions(text).strip().rstrip(".")
     if len(text) > LONGEST_NUMBER:
         return None
     text = re.sub(r"\s*/\s*", "/", text.rstrip("$€£¥ "))

@@ -56,6 +56,8 @@ def load_tokenizer(folder):
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = config.get(key)
         named[key] = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(named[key], str | None):
+            raise InputError(f"{folder / 'tokenizer_config.json'}: {key} must be text, not {value!r}")
     eos_ids = []
     for ids in (generation.get("eos_token_id"), model.get("eos_token_id"),
                 tokenizer.token_to_id(named["eos_token"] or "")):
@@ -78,8 +80,23 @@ def load_tokenizer(folder):
         template = env.from_string(source)
     except (jinja2.TemplateError, TypeError) as e:
         raise InputError(f"{folder}: the chat template cannot be read ({e})") from None
-    return ChatTokenizer(tokenizer, template, special, named, eos_ids, eos_ids[0] if pad_id is None
+    chat = ChatTokenizer(tokenizer, template, special, named, eos_ids, eos_ids[0] if pad_id is None
                          else pad_id)
+    ending = answer_marks(chat)[1]      # a base model's eos_token is often not what its template writes
+    if ending is not None and ending not in eos_ids:
+        eos_ids.append(ending)
+    return chat
+
+
+def answer_marks(chat):
+    """(text before an answer, id of the token that ends it or None), as the template writes them."""
+    messages = [{"role": "user", "content": "\ue002"}, {"role": "assistant", "content": "\ue003"}]
+    try:
+        _, header, footer = re.split("[\ue002\ue003]", render_guarded(chat, messages, False, False))
+    except (InputError, ValueError):
+        return "", None
+    special = {i for i, t in chat.tokenizer.get_added_tokens_decoder().items() if t.special}
+    return header, next((i for i in encode_guarded(chat, footer)[1] if i in special), None)
 
 
 def _template_refuses(message):
@@ -296,7 +313,7 @@ def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0,
     """
     was_training, device = model.training, next(model.parameters()).device
     model.eval()                                     # dropout would change what is sampled, and its log-probs
-    ids, mask = (x.to(device) for x in pad_left(prompts, pad_id))                   # [B,P]
+    ids, mask = (x.to(device) for x in pad_left(prompts, 0))                        # [B,P]
     B, P = ids.shape
     N, R = B * num_generations, max_new_tokens
     cache = KVCache(model.config.num_hidden_layers, P + R - 1)
@@ -456,7 +473,8 @@ def run_dir(out_dir, name, resume, overwrite, needed_bytes):
     """
     if out_dir:
         folder = Path(out_dir)
-        if (folder / "metrics.csv").exists() and not (resume or overwrite):
+        used = any((folder / name).exists() for name in ("metrics.csv", "state.pt"))
+        if used and not (resume or overwrite):
             raise InputError(f"--out_dir {out_dir} already holds a run; add --resume or --overwrite, or name "
                              f"another folder")
     elif resume:
@@ -465,7 +483,7 @@ def run_dir(out_dir, name, resume, overwrite, needed_bytes):
         tries = (Path("out") / (f"{name}-{i}" if i > 1 else name) for i in itertools.count(1))
         folder = next(f for f in tries if not f.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=bool(out_dir))      # of two runs with one name, one ends here
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
         if overwrite and not resume:
@@ -492,9 +510,10 @@ class RunLog:
             with open(out_dir / "metrics.csv", newline="", encoding="utf-8") as f:
                 rows = [r for r in csv.DictReader(f) if r["step"].isdigit() and int(r["step"]) <= first_step]
             self.start -= float(rows[-1]["seconds"] or 0) if rows else 0
-            if (out_dir / "samples.jsonl").exists():
-                samples = [line for line in open(out_dir / "samples.jsonl", encoding="utf-8")
-                           if line.endswith("}\n") and json.loads(line)["step"] <= first_step]
+        if first_step and (out_dir / "samples.jsonl").exists():
+            with open(out_dir / "samples.jsonl", encoding="utf-8") as f:
+                steps_of = ((line, re.match(r'\{"step": (\d+),', line)) for line in f if line.endswith("}\n"))
+                samples = [line for line, step in steps_of if step and int(step[1]) <= first_step]
         self.began = time.time()
         (out_dir / "samples.jsonl").write_text("".join(samples), encoding="utf-8")
         with open(out_dir / "metrics.csv", "w", newline="", encoding="utf-8") as f:

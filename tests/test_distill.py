@@ -1,4 +1,6 @@
 """Labels and data of distill.py: which tokens are trained, and what is refused."""
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,40 @@ def test_the_student_completes_the_prompt_of_the_last_turn(chat):
         assert ids[:start] == old_ids[:start] and old_labels[start - 1] == -100 and old_labels[start] != -100
         assert labels[start:] == ids[start:] and 1 <= len(ids) - start <= 5
         assert all(label == -100 for label in labels[:start])
+
+
+def chat_with(template, tmp_path, **changes):
+    """The embedded tokenizer under another chat template."""
+    folder = tmp_path / "other"
+    shutil.copytree(BASE, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template,
+                                                              **changes}))
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").unlink()
+    return load_tokenizer(folder)
+
+
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+ASKS = "<|im_start|>assistant\n"
+TWO_TURNS = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
+             {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"},
+             {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("template", [
+    TURNS + "{% if add_generation_prompt %}" + ASKS + "{% endif %}",    # plain ChatML
+    TURNS + ASKS, TURNS,                                                # always asks, never asks
+], ids=["switch", "always", "never"])
+def test_only_answers_are_trained_whatever_the_template_does_with_the_question(template, tmp_path):
+    """Also where eos_token, as in a base model, is not what the template ends a turn with."""
+    chat = chat_with(template, tmp_path, eos_token="<|endoftext|>")
+    assert 2 in chat.eos_ids
+    assert trained_text(chat, *chat_labels(chat, TWO_TURNS)) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_template_that_opens_no_think_block_gets_the_tag_trained(tmp_path):
+    chat = chat_with(TURNS + "{% if add_generation_prompt %}" + ASKS + "{% endif %}", tmp_path)
+    for completion in ("<think>\nx\n</think>\n\n2", "x\n</think>\n\n2"):
+        ids, labels = completion_labels(chat, "1 + 1 = ?", completion, 2)
+        assert trained_text(chat, ids, labels) == ["<think>\nx\n</think>\n\n2<|im_end|>"]

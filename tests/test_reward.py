@@ -324,3 +324,10 @@ def test_completion_texts_leave_off_the_end_token_and_what_follows():
     mask = torch.arange(row.shape[1]) < torch.tensor([[len(ids) + 1], [len(ids)]])
     rollout = SimpleNamespace(completion_ids=row, completion_mask=mask)
     assert completion_texts(chat, rollout) == ["<think>7</think>42"] * 2
+
+
+def test_exponents_and_fraction_signs_do_not_melt_into_numbers():
+    assert answer_reward("5²", "52") == answer_reward("10²", "102") == 0
+    assert answer_reward("½", "2") == answer_reward("\\frac{1}{2}", "2") == 0
+    assert answer_reward("½", "1/2") == answer_reward("\\frac{1}{2}", "0.5") == 1
+    assert answer_reward("\\boxed{\\dfrac{3}{4}}", "3/4") == 1

@@ -28,6 +28,7 @@ from tools import memory
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "data/arithmetic/base"
+ARGS = grpo.parse_args([])
 SCRIPTS = {"grpo": grpo, "cispo": cispo, "distill": distill}
 
 
@@ -144,12 +145,30 @@ def test_resuming_another_algorithm_or_other_sizes_names_both(tiny, tmp_path, mo
     argv[argv.index("--model") + 1] = str(BASE)
     with pytest.raises(InputError, match="hidden_size 32 there, 128 here"):
         run_until("grpo", argv, None, monkeypatch)
+    with pytest.raises(InputError, match="--beta 0.05, now 0.5; give the same again"):
+        run_until("grpo", options("grpo", tiny, out, "--resume") + ["--beta", "0.5"], None, monkeypatch)
     with pytest.raises(InputError, match="no run to go on with"):
         run_until("grpo", options("grpo", tiny, tmp_path / "empty", "--resume"), None, monkeypatch)
     with pytest.raises(InputError, match="already holds a run"):
         run_until("grpo", options("grpo", tiny, out), None, monkeypatch)
     assert run_until("grpo", options("grpo", tiny, out, "--overwrite"), 2, monkeypatch) == 130
     assert len(result_of(out)[1]) == 3
+
+
+def test_resume_restores_a_checkpoint_that_a_kill_left_out_and_keeps_samples(tiny, tmp_path, monkeypatch):
+    """Killed between state.pt and checkpoint/ of the last step; somebody deleted metrics.csv as well."""
+    out = tmp_path / "run"
+    assert run_until("grpo", options("grpo", tiny, out), None, monkeypatch) == 0
+    weights = (out / "checkpoint/model.safetensors").read_bytes()
+    samples = (out / "samples.jsonl").read_text()
+    shutil.rmtree(out / "checkpoint")
+    (out / "metrics.csv").unlink()
+    with pytest.raises(InputError, match="already holds a run"):
+        run_until("grpo", options("grpo", tiny, out), None, monkeypatch)
+    (out / "samples.jsonl").write_text(samples + '{"step": broken}\n')
+    assert run_until("grpo", options("grpo", tiny, out, "--resume"), None, monkeypatch) == 0
+    assert (out / "checkpoint/model.safetensors").read_bytes() == weights
+    assert (out / "samples.jsonl").read_text() == samples
 
 
 def start(script, argv):
@@ -166,7 +185,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(number, status,
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == status
-    assert "--resume --out_dir" in out and "stopping after this step" in err
+    assert "the same options and --resume --out_dir" in out and "stopping after this step" in err
     stopped = int(out.split("stopped after step ")[1].split(";")[0])
     state, rows, _ = result_of(tmp_path / "run")
     assert state["step"] == stopped and rows[-1]["step"] == str(stopped)
@@ -190,13 +209,13 @@ def test_kill_9_while_saving_leaves_a_checkpoint_and_a_state_that_load(tmp_path)
     """
     model = MiniMind(MiniMindConfig(vocab_size=320, hidden_size=128, num_hidden_layers=2))
     optimizer = torch.optim.AdamW(model.parameters())
-    save_run(tmp_path, "grpo", model, optimizer, 0, {}, BASE)
+    save_run(tmp_path, "grpo", model, optimizer, 0, {}, BASE, ARGS)
 
     def save_for_ever():
         for step in range(1, 10 ** 9):
             with torch.no_grad():
                 model.model["norm"].weight.fill_(step)
-            save_run(tmp_path, "grpo", model, optimizer, step, {}, BASE)
+            save_run(tmp_path, "grpo", model, optimizer, step, {}, BASE, ARGS)
 
     rng, steps = random.Random(0), []
     for _ in range(int(os.environ.get("KILLS", 10))):
@@ -205,7 +224,7 @@ def test_kill_9_while_saving_leaves_a_checkpoint_and_a_state_that_load(tmp_path)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         fresh = MiniMind(model.config)
-        step, _ = load_run(tmp_path, "grpo", fresh, torch.optim.AdamW(fresh.parameters()))
+        step, _ = load_run(tmp_path, "grpo", fresh, torch.optim.AdamW(fresh.parameters()), ARGS)
         assert step == 0 or fresh.model["norm"].weight.unique().tolist() == [step]
         weights = load_checkpoint(tmp_path / "checkpoint").model["norm"].weight.unique()
         assert len(weights) == 1
@@ -218,14 +237,14 @@ def test_a_full_disk_ends_in_one_line_and_keeps_the_last_checkpoint(tmp_path):
     """A limit on the size of a file stands for the full disk: the write fails in its middle just the same."""
     model = MiniMind(MiniMindConfig(vocab_size=320, hidden_size=128, num_hidden_layers=2))
     optimizer = torch.optim.AdamW(model.parameters())
-    save_run(tmp_path, "grpo", model, optimizer, 1, {}, BASE)
+    save_run(tmp_path, "grpo", model, optimizer, 1, {}, BASE, ARGS)
     files = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
 
     def save_on_full_disk():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
-            save_run(tmp_path, "grpo", model, optimizer, 2, {}, BASE)
+            save_run(tmp_path, "grpo", model, optimizer, 2, {}, BASE, ARGS)
         except InputError as e:
             (tmp_path / "message").write_text(str(e))
 
@@ -303,7 +322,7 @@ def test_two_processes_take_the_same_steps_as_one(script, tiny, tmp_path, monkey
     assert moved > 1e-3 or script == "distill"
     for a, b in zip(rows_one, rows_two):
         for name in ("step", "eval_accuracy", "reward", "accuracy", "trained_tokens", "learning_rate",
-                     "on_policy"):
+                     "on_policy", "entropy", "ratio_mean", "completion_length"):
             if a.get(name):
                 assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-5), name
     assert done.stdout.count("checkpoint in") == 1
@@ -388,7 +407,7 @@ def test_nothing_in_a_state_file_is_executed(tiny, tmp_path):
     torch.save({"script": "grpo", "bomb": Bomb()}, tmp_path / "state.pt")
     model = load_checkpoint(tiny / "model")
     with pytest.raises(InputError, match="cannot be read"):
-        load_run(tmp_path, "grpo", model, torch.optim.AdamW(model.parameters()))
+        load_run(tmp_path, "grpo", model, torch.optim.AdamW(model.parameters()), ARGS)
     assert not (tmp_path / "exploded").exists()
 
 
