@@ -1,21 +1,22 @@
 """Knowledge distillation of a language model (white box: the teacher's whole distribution), in one file.
 
-    python distill.py                              # the embedded teacher into a student a quarter of its size
-    python distill.py --alpha 1 --data FILE.jsonl    # labels alone: supervised fine-tuning, no teacher is
-    loaded python distill.py --alpha 0 --on_policy_fraction 1    # the teacher grades what the student itself
-    writes python distill.py --help                         # every option
+    python distill.py                               # the embedded teacher into a student a third of its size
+    python distill.py --alpha 1 --data FILE.jsonl   # labels alone: supervised fine-tuning, no teacher is read
+    python distill.py --on_policy_fraction 1        # the teacher grades what the student itself writes
+    python distill.py --help                        # every option
 
 One step:
 
     a batch of conversations, or of prompts that the student completes itself
     -> student logits and, without gradients, teacher logits, only where a label is trained
-    -> alpha * CE(labels) + (1 - alpha) * T^2 * KL(teacher || student), mean over the trained tokens of the
-    step -> backward, clip, optimizer step
+    -> alpha * CE(labels) + (1 - alpha) * T^2 * KL(teacher || student), mean over the step's trained tokens
+    -> backward, clip, optimizer step
 
 Sources: the loss is Hinton et al. (arXiv 1503.02531); on-policy data, reverse KL and JSD are GKD's (arXiv
 2306.13649).
 
-Letters in shape comments: B conversations, T tokens, M trained tokens, C hidden size, V vocabulary.
+Letters in shape comments: B conversations, T tokens, M trained tokens, m those of a chunk, C and C' hidden
+size of student and teacher, V and V' their vocabularies.
 """
 import argparse
 import math
@@ -254,6 +255,8 @@ def parse_args(argv=None):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bf16 if on CUDA")
     args = parser.parse_args(argv)
+    if args.resume and args.overwrite:
+        parser.error("--resume and --overwrite exclude each other")
     for name in ("steps", "batch_size", "max_new_tokens", "max_length", "learning_rate", "temperature",
                  "grad_clip", "micro_batch_tokens", "eval_interval", "sample_interval", "save_interval",
                  "log_interval"):

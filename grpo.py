@@ -1,7 +1,7 @@
 """GRPO (Group Relative Policy Optimization, arXiv 2402.03300) in one file.
 
     python grpo.py                                            # the embedded task, minutes on a CPU
-    python grpo.py --model DIR --data FILE.jsonl --learning_rate 1e-6     # your checkpoint, your prompts
+    python grpo.py --model DIR --data FILE.jsonl --eval_data HELD_OUT.jsonl --learning_rate 1e-6    # yours
     torchrun --standalone --nproc_per_node=N grpo.py          # N processes, the same gradient
     python grpo.py --help                                     # every option
 
@@ -38,8 +38,8 @@ from rollout import (RunLog, batch_of_step, generate, load_tokenizer, micro_batc
 def group_advantages(rewards, num_generations):
     """(r - mean) / (std + 1e-4) inside each group of consecutive rows, population std: rewards [N] -> [N].
 
-    In fp64: the mean of equal numbers is then that number, and a group without contrast gives exactly 0,
-    where fp32 rounding would leave a whisper that Adam blows up to a full step.
+    In fp64: the mean of equal numbers is then that number, and a group without contrast gives exactly 0. In
+    fp32 rounding noise would remain, and Adam scales any gradient, however small, to a full step.
     """
     grouped = rewards.double().view(-1, num_generations)                            # [B,G]
     mean, std = grouped.mean(dim=1, keepdim=True), grouped.std(dim=1, unbiased=False, keepdim=True)
@@ -74,7 +74,7 @@ def grpo_loss(per_token_logps, old_per_token_logps, ref_per_token_logps, advanta
 
 
 def clipped_tokens(ratio, advantages, epsilon):
-    """Where the clip cuts the gradient off: ratio and advantages of the same shape -> bool of that shape."""
+    """Where the clip cuts the gradient off: ratio [N,R], advantages [N,1] -> bool [N,R]."""
     return ((advantages > 0) & (ratio > 1 + epsilon)) | ((advantages < 0) & (ratio < 1 - epsilon))
 
 
@@ -121,6 +121,8 @@ def parse_args(argv=None):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bf16 if on CUDA")
     args = parser.parse_args(argv)
+    if args.resume and args.overwrite:
+        parser.error("--resume and --overwrite exclude each other")
     for name in ("steps", "batch_size", "max_new_tokens", "max_prompt_length", "num_iterations",
                  "num_mini_batches", "learning_rate", "temperature", "grad_clip", "micro_batch_tokens",
                  "eval_interval", "sample_interval", "save_interval", "epsilon"):
@@ -168,7 +170,7 @@ def main(argv=None):
 
     # data, policy, reference, optimizer
     chat = load_tokenizer(args.model)
-    policy = load_checkpoint(args.model).to(device).eval()   # eval: dropout would tell new from old log-probs
+    policy = load_checkpoint(args.model).to(device).eval()   # no dropout: new would differ from old
     config = policy.config
     longest_prompt = min(args.max_prompt_length, config.max_position_embeddings - args.max_new_tokens)
     if longest_prompt < 1:
@@ -195,9 +197,10 @@ def main(argv=None):
     if rank == 0:       # on disk: 16 bytes a parameter in state and checkpoint, the old ones and the new
         log = RunLog(run_dir(args.out_dir, "grpo", args.resume, args.overwrite, 32 * num_params), COLUMNS,
                      args.steps, first)
-        print(f"{num_params / 1e6:.2f}M parameters on {device}, {dtype}; {len(train)} prompts ({left_out} "
-              f"too long), {len(test)} held out; {args.steps} steps of {args.batch_size} x {G}; "
-              f"writing to {log.out_dir}")
+        no_answer = sum(p.answer is None for p in train)
+        print(f"{num_params / 1e6:.2f}M parameters on {device}, {dtype}; {len(train)} prompts of {args.data} "
+              f"({left_out} too long, {no_answer} without an answer), {len(test)} held out of "
+              f"{args.eval_data or '-'}; {args.steps} steps of {args.batch_size} x {G}; in {log.out_dir}")
     sampler, ddp = rollout_policy(policy, dtype), policy
     if world > 1:       # every forward that is trained goes through the wrapper: it averages the gradients
         ddp = DistributedDataParallel(policy, [device.index] if device.type == "cuda" else None)
@@ -266,8 +269,7 @@ def main(argv=None):
                         (loss * len(rows) / len(mini)).backward()
                     with torch.no_grad():
                         ratio, kept = torch.exp(new - old[rows]), mask[rows]
-                        wide = advantages[rows, None].expand_as(ratio)
-                        bound = clipped_tokens(ratio, wide, args.epsilon)
+                        bound = clipped_tokens(ratio, advantages[rows, None], args.epsilon)
                         ratios.append(ratio[kept])
                         clipped.append(bound[kept].float())
                         kls.append(token_kl(new, ref[rows])[kept] if ref is not None else 0 * ratio[kept])

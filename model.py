@@ -484,8 +484,8 @@ def save_checkpoint(model, out_dir, tokenizer_dir=None):
     out_dir.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if tokenizer_dir is not None and (Path(tokenizer_dir) / name).exists():
-            write_atomically(out_dir / name, lambda tmp,
-                             name=name: shutil.copyfile(Path(tokenizer_dir) / name, tmp))
+            source = Path(tokenizer_dir) / name
+            write_atomically(out_dir / name, lambda tmp, source=source: shutil.copyfile(source, tmp))
     text = json.dumps(config_to_hf(model.config), indent=2) + "\n"
     write_atomically(out_dir / "config.json", lambda tmp: tmp.write_text(text))
     tensors = {n: t.detach().float().cpu().contiguous() for n, t in model.state_dict().items()}

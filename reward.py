@@ -177,12 +177,14 @@ def answer_reward(completion, answer, prompt=""):
 # ---------------------------------------------------------------- the sum
 
 def reward_terms(completion, answer, prompt=""):
-    """Every term of one completion by name. A term of your own is one more line here."""
+    """Every term of one completion by name. A term of your own is one more line here: a number made from the
+    completion (may be empty), the gold answer (None where the data has none) and the rendered prompt.
+    """
     return {
         "answer": answer_reward(completion, answer, prompt),
         "length": length_reward(completion),
         "thinking": thinking_reward(completion, prompt),
-        "repetition": -repetition_penalty(split_thinking(completion, prompt)[1]),
+        "repetition": 0.0 - repetition_penalty(split_thinking(completion, prompt)[1]),
     }
 
 
@@ -213,6 +215,11 @@ def compute_rewards(completions, answers, prompts, weights=None):
     terms = [reward_terms(c, a, p) for c, a, p in zip(completions, answers, prompts)]
     for row, completion in zip(terms, completions):
         for name, value in row.items():
+            try:
+                value = row[name] = float(value)
+            except (TypeError, ValueError):
+                raise InputError(f"reward term {name!r} is {value!r}, not a number, for the completion "
+                                 f"{completion[:200]!r}") from None
             if not math.isfinite(value):
                 raise InputError(f"reward term {name!r} is {value} for the completion {completion[:200]!r}")
     rewards = torch.tensor([sum(weights.get(n, 1.0) * v for n, v in row.items()) for row in terms])

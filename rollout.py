@@ -1,7 +1,8 @@
 """From prompts to completions with log-probabilities: tokenizer and chat template, data, sampling, scoring.
 
 Letters in shape comments: B prompts, G generations for each, N = B*G rows (a prompt's group stands in
-consecutive rows), P prompt length, R response length, M scored tokens, V vocabulary.
+consecutive rows), n rows still being sampled, P prompt length, R response length, M scored tokens, m those
+of a chunk, C hidden size, V vocabulary.
 """
 import csv
 import itertools
@@ -45,6 +46,8 @@ class ChatTokenizer:
 def load_tokenizer(folder):
     """Read the tokenizer, its configuration and the chat template of a checkpoint folder."""
     folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; it should hold config.json, tokenizer.json, ...")
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as e:      # the tokenizers package raises bare Exception
@@ -303,8 +306,7 @@ def sample_tokens(logits, temperature, noise):
 
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0, temperature=1.0,
-             generator=None,
-             noise=None, check_every=4):
+             generator=None, noise=None, check_every=4):
     """Sample `num_generations` completions for each prompt with a KV cache -> Rollout.
 
     prompts: B lists of ids. `temperature` divides the logits here and in per_token_logps; there is no top-k

@@ -63,9 +63,9 @@ def main():
     add = parser.add_argument
     add("--table", action="store_true", help="three models, two batch sizes, two micro-batch budgets")
     for name, default in (("hidden_size", 768), ("num_hidden_layers", 8), ("num_attention_heads", 8),
-                          ("num_key_value_heads", 4), ("vocab_size", 6400), ("batch_size",
-                                                                             8), ("num_generations", 8),
-                          ("prompt_length", 256), ("max_new_tokens", 512), ("micro_batch_tokens", 16384)):
+                          ("num_key_value_heads", 4), ("vocab_size", 6400), ("batch_size", 8),
+                          ("num_generations", 8), ("prompt_length", 256), ("max_new_tokens", 512),
+                          ("micro_batch_tokens", 16384)):
         add(f"--{name}", type=int, default=default, help="as in grpo.py")
     add("--beta", type=float, default=0.01, help="0: no reference in memory")
     args = parser.parse_args()

@@ -5,7 +5,7 @@
 Everything is a function of the seed below: run it again and the files are the same byte for byte. The weights
 in base/ are made from sft.jsonl by
 
-    python distill.py --alpha 1 ...             # the exact command stands in the README, "How base/ was made"
+    python distill.py --alpha 1 ...             # the exact command stands in the README
 
 Why reinforcement learning has something to do here: half of the demonstrations are spoiled, so base/ knows
 how to calculate but often does not. HASTY of them skip the working and guess; SLIP of them make one mistake
