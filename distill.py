@@ -33,9 +33,9 @@ import rollout as sampling
 from model import (InputError, MiniMind, MiniMindConfig, catch_signals, init_distributed, load_checkpoint,
                    load_run, metrics_over_ranks, over_ranks, run_script, save_run)
 from reward import completion_texts, compute_rewards, evaluate
-from rollout import (RunLog, answer_marks, batch_of_step, check_conversation, encode_guarded, generate,
-                     load_tokenizer, micro_batches, read_jsonl, read_prompts, render_chat, render_guarded,
-                     rollout_policy, run_dir, step_generator, update_rollout_policy)
+from rollout import (RunLog, answer_marks, batch_of_step, check_conversation, check_vocabulary,
+                     encode_guarded, generate, load_tokenizer, micro_batches, read_jsonl, read_prompts, render_chat,
+                     render_guarded, rollout_policy, run_dir, step_generator, update_rollout_policy)
 
 # ---------------------------------------------------------------- the math
 
@@ -174,9 +174,7 @@ def read_rows(path, chat, max_length, vocab_size):
                                  f"text and not empty; found {sorted(row)[:6]}")
         except InputError as e:
             raise InputError(str(e) if str(e).startswith(where) else f"{where}: {e}") from None
-        if max(ids) >= vocab_size:
-            raise InputError(f"{where}: token id {max(ids)} lies outside the model's vocabulary of "
-                             f"{vocab_size}; tokenizer and model do not belong together")
+        check_vocabulary(where, ids, vocab_size)
         if len(ids) > max_length or all(label == -100 for label in labels[1:]):
             left_out += 1
         else:

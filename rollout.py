@@ -194,6 +194,13 @@ def check_conversation(where, messages):
     return messages
 
 
+def check_vocabulary(where, ids, vocab_size):
+    """InputError if a token id has no row in the model's embedding."""
+    if max(ids, default=0) >= vocab_size:
+        raise InputError(f"{where}: token id {max(ids)} lies outside the model's vocabulary of {vocab_size}; "
+                         f"tokenizer and model do not belong together")
+
+
 def parse_prompt(where, row):
     """One data row of the three formats -> (messages, gold answer or None)."""
     if "conversations" in row:
@@ -236,9 +243,7 @@ def read_prompts(path, chat, max_prompt_length, vocab_size, system="", thinking_
             text, ids = render_chat(chat, messages, thinking)
         except InputError as e:
             raise InputError(f"{where}: {e}") from None
-        if max(ids, default=0) >= vocab_size:
-            raise InputError(f"{where}: token id {max(ids)} lies outside the model's vocabulary of "
-                             f"{vocab_size}; tokenizer and model do not belong together")
+        check_vocabulary(where, ids, vocab_size)
         if len(ids) > max_prompt_length:
             too_long += 1
         else:
