@@ -34,8 +34,9 @@ from model import (InputError, MiniMind, MiniMindConfig, catch_signals, init_dis
                    load_run, metrics_over_ranks, over_ranks, run_script, save_run)
 from reward import completion_texts, compute_rewards, evaluate
 from rollout import (RunLog, answer_marks, batch_of_step, check_conversation, check_vocabulary,
-                     encode_guarded, generate, load_tokenizer, micro_batches, read_jsonl, read_prompts, render_chat,
-                     render_guarded, rollout_policy, run_dir, step_generator, update_rollout_policy)
+                     encode_guarded, generate, load_tokenizer, micro_batches, read_jsonl, read_prompts,
+                     render_chat, render_guarded, rollout_policy, run_dir, step_generator,
+                     update_rollout_policy)
 
 # ---------------------------------------------------------------- the math
 
