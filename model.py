@@ -1,8 +1,9 @@
 """The MiniMind decoder: one transformer that the three scripts train, sample from and score with.
 
 RMSNorm -> grouped-query attention with per-head q/k norm and RoPE -> SwiGLU (or a mixture of SwiGLU experts).
-Dense weights are those of Hugging Face's Qwen3ForCausalLM under the same names, MoE weights those of
-Qwen3MoeForCausalLM, so a checkpoint saved here loads in transformers, vLLM and SGLang as it is.
+Weights have the names of Hugging Face's Qwen3ForCausalLM (dense) and Qwen3MoeForCausalLM; Qwen2 (biases of
+q, k, v, no q/k norm) and Llama (neither) are two switches of the config away. A checkpoint saved here loads
+in transformers, vLLM and SGLang as it is.
 
 Letters in shape comments: B rows, T tokens of this call, S keys seen so far, C hidden size, H query heads,
 K key/value heads, D head size, E experts, V vocabulary.
@@ -44,7 +45,10 @@ class MiniMindConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     inference_rope_scaling: bool = False    # MiniMind's switch for YaRN, 16 x 2048 positions
-    rope_scaling: dict | None = None        # None, or YaRN's numbers: see yarn_frequencies
+    rope_scaling: dict | None = None        # None, or the numbers of YaRN or llama3: see rope_frequencies
+    qk_norm: bool = True                    # RMSNorm of every q and k head; Qwen2 and Llama have none
+    qkv_bias: bool = False                  # Qwen2's biases of q, k and v
+    score_head: bool = False                # a reward model: one score at each position in place of logits
     tie_word_embeddings: bool = True
     dropout: float = 0.0
     use_moe: bool = False
@@ -84,6 +88,11 @@ class MiniMindConfig:
             value = self.rope_scaling.get(name)
             if type(value) not in (int, float) or not 1 <= value < math.inf:
                 raise InputError(f"config: rope_scaling needs {name}, a number of at least 1, not {value!r}")
+        if self.rope_scaling and self.rope_scaling.get("rope_type") == "llama3":
+            low, high = (self.rope_scaling.get(f"{end}_freq_factor") for end in ("low", "high"))
+            if not (type(low) in (int, float) and type(high) in (int, float) and 0 < low < high < math.inf):
+                raise InputError(f"config: rope_scaling needs low_freq_factor below high_freq_factor, two "
+                                 f"positive numbers, not {low!r} and {high!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(f"config: num_attention_heads {self.num_attention_heads} must be a multiple of "
                              f"num_key_value_heads {self.num_key_value_heads}")
@@ -105,11 +114,11 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(config):
-    """Angle per position of each of the D/2 pairs: theta^(-2i/D) (RoFormer), stretched by YaRN if asked for.
+    """Angle per position of each of the D/2 pairs: theta^(-2i/D) (RoFormer), stretched if the config says so.
 
-    YaRN (arXiv 2309.00071, eq. 23): pairs that turn often within the trained length stay, pairs that turn
-    less than `beta_slow` times are slowed by `factor`, with a linear ramp between. Returns ([D/2] fp32, scale
-    of cos and sin).
+    YaRN (arXiv 2309.00071, eq. 23) and Llama 3.1 both keep the pairs that turn often within the trained
+    length, slow those that turn seldom by `factor`, and mix between: YaRN linearly in the pair's number,
+    Llama linearly in its turns. Returns ([D/2] fp32, scale of cos and sin).
     """
     pairs = config.head_dim // 2
     freqs = config.rope_theta ** (-torch.arange(pairs, dtype=torch.float32) * 2 / config.head_dim)
@@ -117,6 +126,10 @@ def rope_frequencies(config):
     if scaling is None:
         return freqs, 1.0
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    if scaling.get("rope_type") == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((trained * freqs / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return freqs * (kept + (1 - kept) / factor), 1.0
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -173,12 +186,12 @@ class Attention(nn.Module):
         C, H, K, D = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
                       config.head_dim)
         self.head_dim, self.dropout = D, config.dropout
-        self.q_proj = nn.Linear(C, H * D, bias=False)
-        self.k_proj = nn.Linear(C, K * D, bias=False)
-        self.v_proj = nn.Linear(C, K * D, bias=False)
+        self.q_proj = nn.Linear(C, H * D, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(C, K * D, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(C, K * D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(H * D, C, bias=False)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps)
-        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, mask, cache, layer):
         B, T, _ = x.shape
@@ -257,7 +270,7 @@ class Block(nn.Module):
 
 
 class MiniMind(nn.Module):
-    """`model(input_ids [B,T], attention_mask=None [B,T]) -> logits [B,T,V]`."""
+    """`model(input_ids [B,T], attention_mask=None [B,T]) -> logits [B,T,V]`; a reward model: scores [B,T,1]."""
 
     def __init__(self, config):
         super().__init__()
@@ -266,14 +279,22 @@ class MiniMind(nn.Module):
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers)),
             "norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.score_head:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        else:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.dropout = nn.Dropout(config.dropout)
         freqs, self.rope_scale = rope_frequencies(config)
         self.register_buffer("rope_freqs", freqs, persistent=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-        if config.tie_word_embeddings:
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        self.tie_weights()
+
+    def tie_weights(self):
+        if self.config.tie_word_embeddings and not self.config.score_head:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids, attention_mask=None, cache=None, right_padded=False, return_hidden=False):
@@ -312,7 +333,9 @@ class MiniMind(nn.Module):
         if cache is not None:
             cache.length += T
         x = self.model.norm(x)
-        return (x, aux_loss) if return_hidden else self.lm_head(x)
+        if return_hidden:
+            return x, aux_loss
+        return self.score(x) if self.config.score_head else self.lm_head(x)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -332,59 +355,87 @@ def read_json(path):
     return value
 
 
+# model_type of config.json -> what its classes are called in transformers, and the switches that make it
+FAMILIES = {"qwen3": ("Qwen3", {"use_moe": False, "qk_norm": True, "qkv_bias": False}),
+            "qwen3_moe": ("Qwen3Moe", {"use_moe": True, "qk_norm": True, "qkv_bias": False}),
+            "qwen2": ("Qwen2", {"use_moe": False, "qk_norm": False, "qkv_bias": True}),
+            "llama": ("Llama", {"use_moe": False, "qk_norm": False, "qkv_bias": False})}
+ROPE_OPTIONS = {"default": set(),
+                "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+                         "attention_factor"},
+                "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor",
+                           "high_freq_factor"}}
+
+
 def config_from_hf(hf, where="config.json"):
-    """MiniMindConfig from a Hugging Face config (a dict): model_type qwen3, qwen3_moe or minimind.
+    """MiniMindConfig from a Hugging Face config (a dict): model_type minimind or one of FAMILIES.
 
     Raises InputError for whatever the decoder does not compute: it would load and give wrong numbers.
     """
     kind = hf.get("model_type")
-    if kind not in ("qwen3", "qwen3_moe", "minimind"):
-        raise InputError(f"{where}: model_type {kind!r} is not supported; known: qwen3, qwen3_moe, minimind")
-    only = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,),
-            "quantization_config": (), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)}
+    if kind not in ("minimind", *FAMILIES):
+        raise InputError(f"{where}: model_type {kind!r} is not supported; known: minimind, "
+                         f"{', '.join(FAMILIES)}")
+    only = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
+            "use_sliding_window": (False,), "quantization_config": (), "mlp_only_layers": ([],),
+            "decoder_sparse_step": (1,), "partial_rotary_factor": (1,)}
     for key, allowed in only.items():
         if hf.get(key) is not None and hf[key] not in allowed:
             raise InputError(f"{where}: {key} = {hf[key]!r} is not supported")
+    layer_types = hf.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(t != "full_attention" for t in layer_types):
+        raise InputError(f"{where}: layer_types must all be 'full_attention': no other is supported")
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}    # transformers 5, transformers 4
     if not isinstance(rope, dict):
         raise InputError(f"{where}: rope_parameters and rope_scaling must be objects, not {rope!r}")
-    rope = dict(rope)
+    rope = {k: v for k, v in rope.items() if v is not None}
     theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or (1e6 if kind == "minimind" else 1e4)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "yarn"):
-        raise InputError(f"{where}: rope type {rope_type!r} is not supported; known are default, yarn")
-    known = {"rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-             "attention_factor"}
-    ignored = [k for k, v in rope.items() if rope_type == "yarn" and k not in known and v is not None]
+    rope_type = rope.pop("rope_type", rope.pop("type", "default"))
+    if rope_type not in tuple(ROPE_OPTIONS):
+        raise InputError(f"{where}: rope type {rope_type!r} is not supported; known are "
+                         f"{', '.join(ROPE_OPTIONS)}")
+    ignored = set(rope) - ROPE_OPTIONS[rope_type]
     if ignored:
-        raise InputError(f"{where}: YaRN option {', '.join(ignored)} is not supported")
-    names = set(MiniMindConfig.__dataclass_fields__) - {"rope_theta", "rope_scaling", "use_moe",
-                                                        "num_experts"}
+        raise InputError(f"{where}: option {', '.join(sorted(ignored))} of rope type {rope_type!r} is not "
+                         f"supported")
+    names = set(MiniMindConfig.__dataclass_fields__) - {"rope_theta", "rope_scaling", "num_experts",
+                                                        "use_moe", "qk_norm", "qkv_bias", "score_head"}
     kept = {k: v for k, v in hf.items() if k in names and v is not None}
-    experts = hf.get("num_experts") or hf.get("num_local_experts") or 4
-    if kind != "minimind":    # what leaving a key out means in a Qwen3 config
-        kept.setdefault("tie_word_embeddings", False)
+    kept.update(FAMILIES[kind][1] if kind != "minimind" else {"use_moe": hf.get("use_moe") or False})
+    if kind != "minimind":    # what leaving a key out means in these configs
+        absent = {"tie_word_embeddings": False, "num_key_value_heads": hf.get("num_attention_heads"),
+                  "max_position_embeddings": 2048 if kind == "llama" else 32768}
         if kind == "qwen3_moe":
-            kept = {"num_experts_per_tok": 8, "norm_topk_prob": False, **kept}
+            absent.update(num_experts_per_tok=8, norm_topk_prob=False)
+        kept = {**absent, **kept}
         kept.pop("inference_rope_scaling", None)
+    scaling = {"rope_type": rope_type, **rope} if rope_type != "default" else None
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 4
+    score_head = "ForSequenceClassification" in str(hf.get("architectures"))
     try:
-        return MiniMindConfig(rope_theta=float(theta), rope_scaling=rope if rope_type == "yarn" else None,
-                              use_moe=kind == "qwen3_moe" or bool(hf.get("use_moe")),
-                              num_experts=experts, **kept)
-    except (TypeError, ValueError, ZeroDivisionError) as e:
+        return MiniMindConfig(rope_theta=float(theta), rope_scaling=scaling, num_experts=experts,
+                              score_head=score_head, **kept)
+    except (TypeError, ValueError, ZeroDivisionError, KeyError) as e:
         raise InputError(f"{where}: a size has the wrong type or value ({e})") from None
     except InputError as e:
         raise InputError(f"{where}: {e}") from None
 
 
 def config_to_hf(config):
-    """The config.json of a saved checkpoint: Qwen3 when dense, Qwen3-MoE when not, readable by transformers 4
-    and 5.
+    """The config.json of a saved checkpoint, of the one of FAMILIES that the switches make; readable by
+    transformers 4 and 5.
     """
-    hf = {k: v for k, v in vars(config).items() if k not in ("use_moe", "inference_rope_scaling", "dropout")}
-    hf.update(architectures=["Qwen3MoeForCausalLM" if config.use_moe else "Qwen3ForCausalLM"],
-              model_type="qwen3_moe" if config.use_moe else "qwen3", hidden_act="silu", attention_bias=False,
-              use_sliding_window=False, attention_dropout=0.0, torch_dtype="float32")
+    switches = {name: getattr(config, name) for name in ("use_moe", "qk_norm", "qkv_bias")}
+    kind = next((k for k, (_, theirs) in FAMILIES.items() if theirs == switches), None)
+    if kind is None:
+        raise InputError(f"no Hugging Face model type has {switches}; it cannot be saved as one")
+    hf = {k: v for k, v in vars(config).items()
+          if k not in ("inference_rope_scaling", "dropout", "score_head", *switches)}
+    task = "SequenceClassification" if config.score_head else "CausalLM"
+    hf.update(architectures=[f"{FAMILIES[kind][0]}For{task}"], model_type=kind, hidden_act="silu",
+              attention_bias=False, use_sliding_window=False, attention_dropout=0.0, torch_dtype="float32")
+    if config.score_head:
+        hf.update(id2label={"0": "LABEL_0"})
     if config.use_moe:
         hf.update(mlp_only_layers=[], decoder_sparse_step=1)
     else:
@@ -392,6 +443,38 @@ def config_to_hf(config):
                     "router_aux_loss_coef"):
             del hf[key]
     return hf
+
+
+def config_from_tensors(tensors, **given):
+    """Sizes of a bare MiniMind .pth as its tensors show them. What they cannot show (heads without q/k norm,
+    num_experts_per_tok, rope_theta, ...) is MiniMind's default, or `given` (fields of MiniMindConfig).
+    """
+    layer = {n.removeprefix("model.layers.0."): t.shape for n, t in tensors.items()
+             if n.startswith("model.layers.0.")}
+    vocab_size, hidden_size = tensors["model.embed_tokens.weight"].shape
+    norm = layer.get("self_attn.q_norm.weight")
+    head_dim = norm[0] if norm else hidden_size // given.get("num_attention_heads", 8)
+    experts = {int(n.split(".")[2]) for n in layer if n.startswith("mlp.experts.")}
+    gate = layer["mlp.experts.0.gate_proj.weight" if experts else "mlp.gate_proj.weight"]
+    head = tensors.get("lm_head.weight")
+    shown = dict(vocab_size=vocab_size, hidden_size=hidden_size, head_dim=head_dim, qk_norm=norm is not None,
+                 num_hidden_layers=len({n.split(".")[2] for n in tensors if n.startswith("model.layers.")}),
+                 num_attention_heads=layer["self_attn.q_proj.weight"][0] // head_dim,
+                 num_key_value_heads=layer["self_attn.k_proj.weight"][0] // head_dim,
+                 intermediate_size=gate[0], use_moe=bool(experts), num_experts=len(experts) or 4,
+                 tie_word_embeddings=head is None or torch.equal(head, tensors["model.embed_tokens.weight"]))
+    return MiniMindConfig(**{**shown, **given})
+
+
+def read_pth(path):
+    """The tensors of a MiniMind .pth: a dict of names, as torch.save wrote it."""
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)       # a pickle can run code
+    except Exception as e:
+        raise InputError(f"{path}: not a readable .pth ({str(e).splitlines()[0]})") from None
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise InputError(f"{path}: must hold a dict of tensors by name, as MiniMind's trainers save it")
+    return tensors
 
 
 def read_tensors(folder):
@@ -414,30 +497,61 @@ def read_tensors(folder):
     return tensors
 
 
-def load_checkpoint(path):
-    """The model in a Hugging Face folder (config.json and model.safetensors or shards), in fp32, on the CPU.
+def split_fused_experts(tensors, where):
+    """Take apart the experts that transformers 5 may stack: gate over up [E,2I,C] and down [E,C,I]."""
+    for name in [n for n in tensors if n.endswith(".experts.gate_up_proj")]:
+        stem = name.removesuffix("gate_up_proj")
+        gate_up, down = tensors.pop(name), tensors.pop(stem + "down_proj", None)
+        if down is None or gate_up.dim() != 3 or down.dim() != 3 or len(gate_up) != len(down):
+            raise InputError(f"{where}: {name} and {stem}down_proj must both stack the same experts")
+        for e in range(len(down)):
+            tensors[f"{stem}{e}.gate_proj.weight"], tensors[f"{stem}{e}.up_proj.weight"] = gate_up[e].chunk(2)
+            tensors[f"{stem}{e}.down_proj.weight"] = down[e]
 
-    Strict: a missing, extra or misshapen tensor is an InputError that names it; nothing is loaded in part.
+
+def load_checkpoint(path, score_head=False, **sizes):
+    """The model of a Hugging Face folder (config.json and model.safetensors or shards) or of a MiniMind .pth,
+    in fp32, on the CPU. `score_head` asks for a reward model; `sizes` are what a .pth's tensors do not show.
+
+    Strict: a missing, extra, misshapen or quantised tensor is an InputError that names it; nothing is loaded
+    in part.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise InputError(f"{path}: no such folder; --model takes a Hugging Face style checkpoint folder")
-    config = config_from_hf(read_json(folder / "config.json"), folder / "config.json")
-    tensors = read_tensors(folder)
+    path = Path(path)
+    if path.suffix == ".pth":
+        tensors, where = read_pth(path), path
+        try:
+            config = config_from_tensors(tensors, **sizes)
+        except (KeyError, ValueError, IndexError, ZeroDivisionError) as e:
+            raise InputError(f"{path}: not MiniMind's tensors ({type(e).__name__}: {e})") from None
+        except InputError as e:
+            raise InputError(f"{path}: {e}") from None
+    elif path.is_dir():
+        where = path / "config.json"
+        hf = read_json(where)
+        config, tensors = config_from_hf(hf, where), read_tensors(path)
+        split_fused_experts(tensors, path)
+        if hf["model_type"] == "minimind":      # its earlier releases have no q/k norm and no key that says so
+            config.qk_norm = any(n.endswith(".q_norm.weight") for n in tensors)
+    else:
+        raise InputError(f"{path}: no such folder; a checkpoint is a Hugging Face folder or a MiniMind .pth")
+    if config.score_head != score_head:
+        raise InputError(f"{where}: this is a " + (
+            "reward model (ForSequenceClassification), a language model is needed here" if config.score_head
+            else "language model, a reward model (ForSequenceClassification) is needed here"))
     for name, count in (("layers", config.num_hidden_layers), ("experts", config.num_experts)):
         # before a model of `count` layers is laid out: the number may be anything
         found = {int(n): key for key in tensors for n in re.findall(rf"\.{name}\.(\d+)\.", key)}
         if found and len(found) != count:
             extra, gap = [found[n] for n in found if n >= count], min(set(range(len(found) + 1)) - set(found))
             what = f"unexpected {extra[0]}" if extra else f"missing model.{name}.{gap}"
-            raise InputError(f"{path}: {len(found)} {name} in the weights, {count} in config.json: {what}")
+            raise InputError(f"{path}: {len(found)} {name} in the weights, {count} in the config: {what}")
     try:
-        with torch.device("meta"):
-            expected = dict(MiniMind(config).state_dict())      # names and shapes only
+        with torch.device("meta"):      # names and shapes only, no time spent on random weights
+            model = MiniMind(config)
     except (RuntimeError, TypeError, OverflowError, ValueError, ZeroDivisionError) as e:
-        raise InputError(f"{folder / 'config.json'}: no model of these sizes "
-                         f"({str(e).splitlines()[0]})") from None
-    if config.tie_word_embeddings:  # some files hold the tied matrix under both names
+        raise InputError(f"{where}: no model of these sizes ({str(e).splitlines()[0]})") from None
+    expected = dict(model.state_dict())
+    if config.tie_word_embeddings and not score_head:   # some files hold the tied matrix under both names
         head = tensors.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, tensors.get("model.embed_tokens.weight", head)):
             raise InputError(f"{path}: tie_word_embeddings is true but lm_head.weight differs from "
@@ -445,15 +559,17 @@ def load_checkpoint(path):
         del expected["lm_head.weight"]
     problems = [f"missing {n}" for n in expected if n not in tensors]
     problems += [f"unexpected {n}" for n in tensors if n not in expected]
-    problems += [f"{n} has shape {list(t.shape)}, config.json makes it {list(expected[n].shape)}"
+    problems += [f"{n} has shape {list(t.shape)}, the config makes it {list(expected[n].shape)}"
                  for n, t in tensors.items() if n in expected and t.shape != expected[n].shape]
-    problems += [f"{n} is {t.dtype}, not floating point" for n, t in tensors.items()
-                 if not t.is_floating_point()]
+    problems += [f"{n} is {t.dtype}: quantised weights are not supported" for n, t in tensors.items()
+                 if t.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16)]
     if problems:
         more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise InputError(f"{path}: the tensors do not fit the config: {'; '.join(problems[:4])}{more}")
-    model = MiniMind(config)
-    model.load_state_dict({n: t.float() for n, t in tensors.items()}, strict=not config.tie_word_embeddings)
+    tensors = {n: t.to(torch.float32, copy=True) for n, t in tensors.items()}
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.rope_freqs = rope_frequencies(config)[0]      # no part of the file
+    model.tie_weights()
     return model
 
 
@@ -490,7 +606,7 @@ def save_checkpoint(model, out_dir, tokenizer_dir=None):
     write_atomically(out_dir / "config.json", lambda tmp: tmp.write_text(text))
     tensors = {n: t.detach().float().cpu().contiguous() for n, t in model.state_dict().items()}
     if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
+        tensors.pop("lm_head.weight", None)
     write_atomically(out_dir / "model.safetensors", lambda tmp: save_file(tensors, tmp, {"format": "pt"}))
 
 
