@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from model import (InputError, catch_signals, init_distributed, load_checkpoint, load_run, metrics_over_ranks,
                    over_ranks, run_script, save_run)
 from reward import TERMS, completion_texts, compute_rewards, evaluate, parse_weights
-from rollout import (RunLog, batch_of_step, generate, load_tokenizer, micro_batches, per_token_logps,
-                     read_prompts, rollout_policy, run_dir, score_rollout, sequence_lengths, step_generator,
+from rollout import (RunLog, batch_of_step, generate, load_tokenizer, packed_batches, per_token_logps,
+                     read_prompts, rollout_policy, run_dir, score_rollout, step_generator,
                      update_rollout_policy)
 
 # ---------------------------------------------------------------- the math
@@ -230,7 +230,7 @@ def main(argv=None):
         with autocast():
             rollout = generate(sampler, [p.ids for p in batch], G, args.max_new_tokens, chat.eos_ids,
                                chat.pad_id, args.temperature, noise=noise)
-        mask, lengths = rollout.completion_mask, sequence_lengths(rollout)              # [N,R], N ints
+        mask = rollout.completion_mask                                                  # [N,R]
 
         # rewards and group advantages
         texts, prompts = completion_texts(chat, rollout), [p for p in batch for _ in range(G)]
@@ -250,13 +250,12 @@ def main(argv=None):
         ratios, kls, clipped, losses, grad_norms, skipped = [], [], [], [], [], 0
         for iteration in range(args.num_iterations):
             generator = step_generator(args.seed, step, stream=3 + iteration)
-            order = torch.randperm(len(lengths), generator=generator)
+            order = torch.randperm(len(mask), generator=generator)
             for mini in order.view(args.num_mini_batches, -1).tolist():
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(0.0)
-                micro = micro_batches([lengths[i] for i in mini], args.micro_batch_tokens)
-                for m, part in enumerate(micro):
-                    rows = [mini[i] for i in part]
+                micro = packed_batches(rollout, mini, args.micro_batch_tokens)
+                for m, rows in enumerate(micro):
                     # processes exchange gradients once, in the last micro-batch
                     with ddp.no_sync() if world > 1 and m + 1 < len(micro) else nullcontext():
                         with autocast():

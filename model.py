@@ -180,6 +180,56 @@ class KVCache:
             self.values[layer] = self.values[layer].index_select(0, rows)
 
 
+class Packed:
+    """Prompts and their completions in one row of M tokens: no padding, and a prompt once for its whole
+    group.
+
+    First all prompts, one after the other, then all completions. Linear layers see M tokens; attention alone
+    lays them out in rows: B prompts [B,P], and N completions [N,R] that see their prompt's keys and their
+    own.
+    """
+
+    def __init__(self, prompt_lengths, completion_lengths, group, device):
+        """B ints, N ints, and for each completion the number of its prompt."""
+        prompts, completions, self.group = (torch.tensor(x, device=device) for x in (
+            prompt_lengths, completion_lengths, group))
+        P, R = max(prompt_lengths), max(1, *completion_lengths)
+        self.longest = P + R
+        self.prompt_ends = prompts.cumsum(0)                                            # [B]
+        self.starts = sum(prompt_lengths) + completions.cumsum(0) - completions         # [N]
+        M = sum(prompt_lengths) + sum(completion_lengths)
+        column = torch.arange(max(P, R), device=device)
+        prompt_real, real = column[:P] < prompts[:, None], column[:R] < completions[:, None]
+        # of each place in the rows its token; padding shows some other, whose result is not used
+        self.prompt_tokens = ((self.prompt_ends - prompts)[:, None] + column[:P]).clamp(max=M - 1)     # [B,P]
+        self.tokens = (self.starts[:, None] + column[:R]).clamp(max=M - 1)              # [N,R]
+        self.places = torch.cat((prompt_real.view(-1), real.view(-1))).nonzero().squeeze(1)     # [M] and back
+        positions = torch.cat((column[:P].expand_as(prompt_real).reshape(-1),
+                               (prompts[self.group][:, None] + column[:R]).view(-1)))
+        self.positions = positions[self.places]                                         # [M]
+        self.mask = torch.cat((prompt_real[self.group][:, None].expand(-1, R, -1),
+                               (column[:R] <= column[:R, None]).expand(len(real), -1, -1)),
+                              dim=2)[:, None]                                           # [N,1,R,P+R]
+        rows_of = torch.bincount(self.group, minlength=len(prompts))        # a prompt stands for so many rows
+        self.weight = torch.cat((rows_of.repeat_interleave(prompts),
+                                 rows_of.new_ones(int(M - prompts.sum()))))
+
+    def attend(self, q, k, v):
+        """Causal attention inside each sequence: q [M,H,D], k and v [M,K,D] -> [M,H,D]."""
+        def rows(x, tokens):        # -> [rows,heads,T,D]
+            return x.index_select(0, tokens.view(-1)).view(*tokens.shape, *x.shape[1:]).transpose(1, 2)
+
+        prompt_k, prompt_v = rows(k, self.prompt_tokens), rows(v, self.prompt_tokens)
+        in_prompts = F.scaled_dot_product_attention(rows(q, self.prompt_tokens), prompt_k, prompt_v,
+                                                    is_causal=True, enable_gqa=True)    # [B,H,P,D]
+        keys = torch.cat((prompt_k.index_select(0, self.group), rows(k, self.tokens)), dim=2)  # [N,K,P+R,D]
+        values = torch.cat((prompt_v.index_select(0, self.group), rows(v, self.tokens)), dim=2)
+        in_completions = F.scaled_dot_product_attention(rows(q, self.tokens), keys, values,
+                                                        attn_mask=self.mask, enable_gqa=True)   # [N,H,R,D]
+        y = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (in_prompts, in_completions)])
+        return y.index_select(0, self.places)
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -193,12 +243,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, cos, sin, mask, cache, layer):
+    def forward(self, x, cos, sin, mask, cache, layer, packed):
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)   # [B,H,T,D]
         k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)   # [B,K,T,D]
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)                # [B,K,T,D]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if packed is not None:
+            return self.o_proj(packed.attend(*(z[0].transpose(0, 1) for z in (q, k, v))).flatten(1)[None])
         if cache is not None:
             k, v = cache.append(layer, k, v)                                            # [B,K,S,D]
         # enable_gqa: H/K query heads read one key head, which is never copied. No mask means causal.
@@ -231,7 +283,9 @@ class MixtureOfExperts(nn.Module):
                                      for _ in range(config.num_experts))
 
     def forward(self, x, valid=None):
-        """x [B,T,C], valid [B,T] bool (None: every token) -> output [B,T,C], load-balancing loss (scalar)."""
+        """x [B,T,C], valid [B,T], the weight of a token in the balance (None: 1) -> output [B,T,C],
+        load-balancing loss (scalar).
+        """
         c, flat = self.config, x.reshape(-1, x.shape[-1])                               # [B*T,C]
         probs = self.gate(flat).float().softmax(dim=-1)                                 # [B*T,E]
         weights, chosen = probs.topk(c.num_experts_per_tok, dim=-1)                     # [B*T,k]
@@ -262,15 +316,17 @@ class Block(nn.Module):
                     else FeedForward(config.hidden_size, config.intermediate_size))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, cos, sin, mask, valid, cache, layer):
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, layer))
+    def forward(self, x, cos, sin, mask, valid, cache, layer, packed):
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, layer, packed))
         h = self.post_attention_layernorm(x)
         h, aux = self.mlp(h, valid) if isinstance(self.mlp, MixtureOfExperts) else (self.mlp(h), 0.0)
         return x + self.dropout(h), aux
 
 
 class MiniMind(nn.Module):
-    """`model(input_ids [B,T], attention_mask=None [B,T]) -> logits [B,T,V]`; a reward model: scores [B,T,1]."""
+    """`model(input_ids [B,T], attention_mask=None [B,T]) -> logits [B,T,V]`; a reward model: scores
+    [B,T,1].
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -297,22 +353,26 @@ class MiniMind(nn.Module):
         if self.config.tie_word_embeddings and not self.config.score_head:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids, attention_mask=None, cache=None, right_padded=False, return_hidden=False):
+    def forward(self, input_ids, attention_mask=None, cache=None, right_padded=False, return_hidden=False,
+                packed=None):
         """Logits [B,T,V]; with return_hidden, (the head's input [B,T,C], load-balancing loss) instead.
 
         attention_mask [B,S]: 1 where a token is real, on whichever side the padding stands; with a cache it
         covers the cached keys too. Positions count real tokens only, so padding does not move a sequence.
         `right_padded` says that padding only follows the tokens: the causal mask hides it already, and
-        attention needs no dense mask.
+        attention needs no dense mask. `packed` says that input_ids [1,M] are laid out as in Packed.
         """
         B, T = input_ids.shape
         start = cache.length if cache is not None else 0
-        if start + T > self.config.max_position_embeddings:
-            raise InputError(f"{start + T} tokens exceed the model's max_position_embeddings "
+        longest = packed.longest if packed is not None else start + T
+        if longest > self.config.max_position_embeddings:
+            raise InputError(f"{longest} tokens exceed the model's max_position_embeddings "
                              f"({self.config.max_position_embeddings})")
         mask = None                                                     # None: causal
         positions = torch.arange(start, start + T, device=input_ids.device)[None]      # [1,T]
-        if attention_mask is not None and not right_padded:
+        if packed is not None:
+            positions = packed.positions[None]
+        elif attention_mask is not None and not right_padded:
             real = attention_mask.bool()                                # [B,S]
             keys = torch.arange(start + T, device=input_ids.device)
             # A query always sees itself: a row of nothing but padding would otherwise be a softmax over
@@ -324,11 +384,12 @@ class MiniMind(nn.Module):
             mask = torch.arange(start + T, device=input_ids.device) <= positions[0, :, None]   # [T,S]
         angles = positions[..., None].float() * self.rope_freqs         # [B or 1,T,D/2]
         cos, sin = (f(angles)[:, None] * self.rope_scale for f in (torch.cos, torch.sin))
-        valid = attention_mask[:, start:].bool() if attention_mask is not None else None
+        valid = attention_mask[:, start:] if attention_mask is not None else None
+        valid = packed.weight if packed is not None else valid
 
         x, aux_loss = self.dropout(self.model.embed_tokens(input_ids)), 0.0             # [B,T,C]
         for i, layer in enumerate(self.model.layers):
-            x, aux = layer(x, cos, sin, mask, valid, cache, i)
+            x, aux = layer(x, cos, sin, mask, valid, cache, i, packed)
             aux_loss = aux_loss + aux
         if cache is not None:
             cache.length += T

@@ -67,26 +67,50 @@ def repetition_penalty(text, n=3, cap=0.5):
 
 # Numbers are found in linear time: first whole runs of digits and what binds them, then a look at each run.
 RUN = re.compile(r"[\d.,/^*]+", re.ASCII)
-NUMBER = re.compile(r"((\d{1,3}(,\d{3})+|\d+)(\.\d+)?|\.\d+)(/\d+)?", re.ASCII)
+NUMBER = re.compile(r"((\d{1,3}([, ]\d{3})+|\d+)(\.\d+)?|\.\d+)(/\d+)?", re.ASCII)
 LONGEST_NUMBER = 100    # digits; longer ones are compared as text, so that no answer costs time
+
+# What LaTeX and Markdown put around an answer, as plain characters; applied in this order.
+PLAIN = [(re.compile(pattern, re.ASCII), plain) for pattern, plain in (
+    (r"\\[dtc]?frac(?:\{(-?\d+)\}\{(\d+)\}|(\d)(\d))", r"\1\3/\2\4"),           # \frac{1}{2}, \frac12: 1/2
+    (r"(?<![\d.,/^])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/])",                    # 1 1/2: 3/2
+     lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}"),
+    (r"\^(\\circ|\{\\circ\})", "°"),
+    (r"([\^_])\{", r"\1"),                                                      # 2^{10} is no 10
+    (r"\\(?=[$%])", ""),
+    (r"\\((text|math)[a-z]*|[()\[\],;:! ])|[{}]", " "),                         # 5\text{ cm}, \(5\)
+    (r" {1,3}%", "%"),
+    (r"(?<![\w*)])\*\*(?=\S)|(?<=\S)\*\*(?![\w*(])", ""),                       # **18**, but not 9**9
+)]
+# What stands beside a number (here #) that is part of a formula, a bound or a list, and has no unit only.
+FORMULA = re.compile(r"[\\*+<>|±×÷·√π∞≤≥≠]|-(?![a-z]{2})|(?<![\w^])\d|#[ /]*([!^]|[iknxyz](?![A-Za-z]))",
+                     re.ASCII)
 
 
 def _normal(text):
-    """Full-width forms to ASCII, the typographic minus to a hyphen, outer white space off."""
-    # an exponent or a fraction sign must not melt into the digits before it: 5\u00b2 is not 52
+    """Full-width forms to ASCII, other signs for minus to a hyphen, outer white space off."""
+    # an exponent or a fraction must not melt into the digits before it: 5\u00b2 is not 52
     text = re.sub("(?<=\\d)(?=[\u2070\u00b9\u00b2\u00b3\u2074-\u2079])", "^", text)
-    text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)
-    return unicodedata.normalize("NFKC", text).replace("\u2212", "-").replace("\u2044", "/").strip()
+    text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e]|\\\\[dtc]?frac)", " ", text)
+    # thousands set apart by 1{,}234, 1\,234 or a space that is no plain one, which would look like a list
+    text = re.sub("(?<=\\d)(\\{,\\}|,?\\\\[,!]|[\u00a0\u2009\u202f])(?=\\d{3}(?!\\d))", ",", text)
+    return unicodedata.normalize("NFKC", text).translate(SIGNS).strip()
 
 
-def _plain_fractions(text):
-    """\\frac{1}{2} -> 1/2."""
-    return re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
+SIGNS = str.maketrans("\u2212\u2013\u8d1f\u2044", "---/")       # minus, en dash, Chinese minus; fraction slash
+
+
+def _plain(text):
+    """A text without the dress of an answer: LaTeX and Markdown, and a full stop at its end."""
+    text = _normal(text)
+    for pattern, plain in PLAIN:
+        text = pattern.sub(plain, text)
+    return text.strip("$*` \n").rstrip(".。")
 
 
 def _number_at(text, start, end):
-    """The number in the run text[start:end], with its sign and currency, or None if it is a piece of
-    something else: of a word, a version, a power, a product ("9**9"), or 1e5.
+    """The number in the run text[start:end], with its sign, currency and percent sign, or None if it is a
+    piece of something else: of a word, a version, a power, a product ("9**9"), or 1e5.
     """
     before, after = text[max(0, start - 4):start], text[end:end + 3]
     run = text[start:end].rstrip(".,/*^")
@@ -101,7 +125,7 @@ def _number_at(text, start, end):
         return None
     # a sign counts where nothing stands before it that it could subtract from
     sign = re.search(r"(?:^|[^A-Za-z0-9_)\]])([-+]?[$€£¥] ?|[$€£¥]?[-+])$", before)
-    return (sign[1] if sign else "") + core
+    return (sign[1] if sign else "") + core + ("%" if after[:1] == "%" else "")
 
 
 def _numbers(text, last_first=False):
@@ -109,6 +133,13 @@ def _numbers(text, last_first=False):
     runs = [m.span() for m in RUN.finditer(text)]
     found = (_number_at(text, *span) for span in (reversed(runs) if last_first else runs))
     return (number for number in found if number is not None)
+
+
+def _lone_number(text):
+    """The number of a marked answer that holds just one, with a unit or words ("72 clips", "x = 5"), or None."""
+    text = _plain(text)
+    number = next(_numbers(text), None)
+    return None if number is None or FORMULA.search(text.replace(number, "#", 1)) else number
 
 
 def _boxed(text):
@@ -122,56 +153,71 @@ def _boxed(text):
     return None
 
 
-def extract_answer(text):
-    """The answer that a text commits to, as a string, or None: the last `<answer>..</answer>`, else the last
-    \\boxed{..}, else the number behind the last `####`, else the last number that stands alone.
-    """
+def _committed(text):
+    """What `extract_answer` finds, as it is written."""
     text = _normal(text)
-    tagged = text.rfind("<answer>"), text.rfind("</answer>")
-    if 0 <= tagged[0] < tagged[1]:
-        return text[tagged[0] + 8:tagged[1]].strip() or None
+    start, end = text.rfind("<answer>"), text.rfind("</answer>")
+    tagged = 0 <= start < end
+    if tagged:
+        text = text[start + 8:end]
     boxed = _boxed(text)
-    if boxed is not None:
-        return boxed.strip() or None
-    if "####" in text:
-        text = text.rsplit("####", 1)[1]
-        return next(_numbers(text), text.strip() or None)
-    return next(_numbers(_plain_fractions(text), last_first=True), None)
+    if tagged or boxed is not None:
+        return (text if boxed is None else boxed).strip() or None
+    _, marked, behind = text.rpartition("####")
+    behind = _plain(behind)
+    return next(_numbers(behind, last_first=not marked), behind if marked else None) or None
+
+
+def extract_answer(text):
+    """The answer that a text commits to, as a string, or None: the last `<answer>..</answer>` and the last
+    \\boxed{..} in it or in the text, else the number behind the last `####`, else the last number that stands
+    alone. A percent sign is left off.
+    """
+    found = _committed(text)
+    return found and (found.rstrip("\\% ") or None)
 
 
 def _value(text):
-    """The exact number that a text is, or None. Nothing is evaluated."""
-    text = _plain_fractions(text).strip().rstrip(".")
+    """(number as written, number meant) of a plain text that is one: 50% is (50, 1/2). Or None. All values
+    are exact, and nothing is evaluated.
+    """
     if len(text) > LONGEST_NUMBER:
         return None
-    text = re.sub(r"\s*/\s*", "/", text.rstrip("$€£¥ "))
-    sign, digits = re.fullmatch(r"([-+$€£¥\s]*)(.*)", text, re.DOTALL).groups()
+    text = re.sub(r"\s*/\s*", "/", text.rstrip("$€£¥元 "))
+    sign, digits, percent = re.fullmatch(r"([-+$€£¥\s]*)(.*?)(%?)", text, re.DOTALL).groups()
     if not digits or not NUMBER.fullmatch(digits) or sign.count("-") + sign.count("+") > 1:
         return None
-    top, _, bottom = digits.replace(",", "").partition("/")
+    top, _, bottom = re.sub("[, ]", "", digits).partition("/")
     if bottom and int(bottom) == 0:
         return None
     value = Fraction(top) / Fraction(bottom or 1)
-    return -value if "-" in sign else value
+    value = -value if "-" in sign else value
+    return value, value / 100 if percent else value
 
 
 def same_answer(given, gold):
-    """Equal as numbers where both are numbers, else equal as trimmed, case-folded text."""
-    a, b = _value(_normal(given)), _value(_normal(gold))
+    """Equal as numbers where both are numbers, else equal as trimmed, case-folded text. A percentage equals its
+    value and, as the question may have named the unit, its number: 50% is 0.5 and 50.
+    """
+    given, gold = _plain(given), _plain(gold)
+    a, b = _value(given), _value(gold)
     if a is not None and b is not None:
-        return a == b
-    return _normal(given).casefold() == _normal(gold).casefold()
+        return a[0] == b[0] or a[1] == b[1]
+    return given.casefold().split() == gold.casefold().split()
 
 
 def answer_reward(completion, answer, prompt=""):
     """1.0 if the answer part commits to the gold `answer`, else 0.0. Thoughts are not searched."""
-    if answer is None or not answer.strip():
+    if answer is None or not _plain(answer):
         return 0.0
     text = split_thinking(completion, prompt)[1]
-    if _value(_normal(answer)) is None and same_answer(text.strip().rstrip("."), answer):
+    if _value(_plain(answer)) is None and same_answer(text, answer):
         return 1.0      # a gold answer in words, given with nothing around it
-    given = extract_answer(text)
-    return float(given is not None and same_answer(given, answer))
+    given = _committed(text)
+    if given is None:
+        return 0.0
+    number = _lone_number(given)
+    return float(same_answer(given, answer) or number is not None and same_answer(number, answer))
 
 
 # ---------------------------------------------------------------- the sum

@@ -4,6 +4,7 @@ Letters in shape comments: B prompts, G generations for each, N = B*G rows (a pr
 consecutive rows), n rows still being sampled, P prompt length, R response length, M scored tokens, m those
 of a chunk, C hidden size, V vocabulary.
 """
+import bisect
 import csv
 import itertools
 import json
@@ -23,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torch.utils.checkpoint import checkpoint
 
-from model import InputError, KVCache, read_json
+from model import InputError, KVCache, Packed, read_json
 
 # ---------------------------------------------------------------- tokenizer and chat template
 
@@ -52,11 +53,15 @@ def load_tokenizer(folder):
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as e:      # the tokenizers package raises bare Exception
         raise InputError(f"{folder / 'tokenizer.json'}: not a readable tokenizer ({e})") from None
-    config, generation, model = (read_json(folder / f"{name}.json") if (folder / f"{name}.json").exists()
-                                 else {}
-                                 for name in ("tokenizer_config", "generation_config", "config"))
+    tokenizer.no_truncation()       # the file may hold the settings of some training run
+    tokenizer.no_padding()
+    config, generation, model, names = (
+        read_json(folder / f"{name}.json") if (folder / f"{name}.json").exists() else {}
+        for name in ("tokenizer_config", "generation_config", "config", "special_tokens_map"))
+    if "added_tokens_decoder" not in config:    # a folder of the older kind, as transformers reads it
+        config |= names
     named = {}
-    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+    for key in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         value = config.get(key)
         named[key] = value.get("content") if isinstance(value, dict) else value
         if not isinstance(named[key], str | None):
@@ -69,19 +74,27 @@ def load_tokenizer(folder):
     if not eos_ids:
         raise InputError(f"{folder}: no end-of-turn token; set eos_token in tokenizer_config.json")
     pad_id = tokenizer.token_to_id(named["pad_token"] or "")
-    special = sorted((t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special),
-                     key=len)[::-1]
+    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    unmarked = {t for t in named.values() if t and tokenizer.token_to_id(t) is not None} - special
+    tokenizer.add_special_tokens(sorted(unmarked))      # else these would be spelled out, or could be forged
+    special = sorted(special | unmarked, key=len)[::-1]
     source = config.get("chat_template") or CHATML
-    if (folder / "chat_template.jinja").exists():
-        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if source == CHATML and tokenizer.token_to_id(named["bos_token"] or "") in tokenizer.encode("").ids:
+        source = "{{ bos_token }}" + CHATML     # a template writes its own, encode_guarded none
     # The sandbox: a template is a program from whoever made the checkpoint.
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                         extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
-    env.globals["raise_exception"] = _template_refuses
+    env.filters["tojson"] = lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: (
+        json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys))
+    env.globals |= {"raise_exception": _template_refuses, "strftime_now": time.strftime}
     try:
-        template = env.from_string(source)
-    except (jinja2.TemplateError, TypeError) as e:
+        if (folder / "chat_template.jinja").exists():
+            source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        elif isinstance(source, list):          # several, each with a name
+            source = {t["name"]: t["template"] for t in source}["default"]
+        # {% generation %} marks the answer for a trainer and writes nothing, like a "with" without variables.
+        template = env.from_string(re.sub(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})", r"\1\2with\3", source))
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, OSError) as e:
         raise InputError(f"{folder}: the chat template cannot be read ({e})") from None
     chat = ChatTokenizer(tokenizer, template, special, named, eos_ids, eos_ids[0] if pad_id is None
                          else pad_id)
@@ -110,15 +123,28 @@ def render_guarded(chat, messages, thinking, add_generation_prompt):
     """The chat template's text, with special tokens that stand inside a message replaced by guards.
 
     A guard is a number between two private-use characters. The template alone can then write special tokens.
+    The template is given what transformers gives it: null is a missing key, thoughts go by two names.
     """
     guarded = chat.special + ["\ue000"]
     pattern = re.compile("|".join(map(re.escape, guarded)))
-    masked = [{key: pattern.sub(lambda hit: f"\ue000{guarded.index(hit[0])}\ue001", value)
-               if isinstance(value, str) else value for key, value in m.items()} for m in messages]
+
+    def mask(value):
+        if isinstance(value, str):
+            return pattern.sub(lambda hit: f"\ue000{guarded.index(hit[0])}\ue001", value)
+        if isinstance(value, list):
+            return [mask(item) for item in value]       # a tool call's arguments are text of the data, too
+        return {mask(key): mask(item) for key, item in value.items()} if isinstance(value, dict) else value
+
     try:
-        return chat.template.render(messages=masked, add_generation_prompt=add_generation_prompt,
-                                    enable_thinking=thinking, open_thinking=thinking, **chat.named)
-    except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as e:
+        masked = [mask({key: value for key, value in m.items() if value is not None}) for m in messages]
+        for m in masked:
+            thoughts = m.get("reasoning_content", m.get("thinking", m.get("reasoning")))
+            if thoughts is not None:
+                m |= {"thinking": m.get("thinking", thoughts), "reasoning_content": thoughts}
+        return chat.template.render({key: value for key, value in chat.named.items() if value is not None},
+                                    messages=masked, tools=None, documents=None, enable_thinking=thinking,
+                                    open_thinking=thinking, add_generation_prompt=add_generation_prompt)
+    except Exception as e:      # a template is a program and may raise anything
         raise InputError(f"the chat template refuses these messages ({e})") from None
 
 
@@ -132,18 +158,20 @@ def encode_guarded(chat, text):
         content = guarded[int(piece[1:-1])] if i % 2 else piece         # every second piece is a guard
         chat.tokenizer.encode_special_tokens = i % 2 == 1
         encoding = chat.tokenizer.encode(content, add_special_tokens=False)
+        chat.tokenizer.encode_special_tokens = False
+        if i % 2 and content in chat.special and chat.tokenizer.token_to_id(content) in encoding.ids:
+            raise InputError(f"the tokenizer has no way to spell {content!r} as ordinary text")
         plain, ids = plain + content, ids + encoding.ids
         starts += [offset + (0 if i % 2 else start) for start, _ in encoding.offsets]
         offset += len(piece)
-    chat.tokenizer.encode_special_tokens = False
     return plain, ids, starts
 
 
 def render_chat(chat, messages, thinking=True, add_generation_prompt=True):
     """Messages [{"role", "content"}, ...] -> (text, ids) under the checkpoint's chat template.
 
-    With `thinking` the prompt ends inside an open think block, else behind a closed, empty one (where the
-    template knows the switch). Special tokens spelled in a message do not count as such.
+    With `thinking` the prompt ends inside an open think block (Qwen3's model opens it itself), else behind a
+    closed, empty one, where the template knows the switch. Special tokens in a message do not count as such.
     """
     return encode_guarded(chat, render_guarded(chat, messages, thinking, add_generation_prompt))[:2]
 
@@ -421,22 +449,23 @@ def per_token_logps(model, prompts, completion_ids, completion_mask, temperature
     """Log-prob of every completion token under `model`: the one scorer for new, reference and recomputed old.
 
     prompts: N lists of ids; completion_ids, completion_mask [N,R] -> [N,R] fp32, 0 where masked. With
-    return_aux_loss also the load-balancing loss of a mixture of experts (0 when dense).
+    return_aux_loss also the load-balancing loss of a mixture of experts (0 when dense). A prompt that stands
+    in several rows one after the other, as in a group, is computed once.
     """
-    device, mask = completion_ids.device, completion_mask.bool()
-    P, R = max(map(len, prompts)), max(1, int(mask.sum(dim=1).max()))         # R: the longest real completion
-    prompt_lengths = torch.tensor([len(p) for p in prompts]).to(device)             # [N]
-    ids = torch.tensor([p + [0] * (P + R - len(p)) for p in prompts]).to(device)    # [N,P+R]
-    response = prompt_lengths[:, None] + torch.arange(R, device=device)   # [N,R] place of each response token
-    ids = ids.scatter(1, response, completion_ids[:, :R] * mask[:, :R])          # prompt, completion, padding
-    real = torch.arange(P + R, device=device) < (prompt_lengths + mask.sum(dim=1))[:, None]
-    longest = int((prompt_lengths + mask.sum(dim=1)).max())
-    hidden, aux_loss = model(ids[:, :longest], real[:, :longest], right_padded=True, return_hidden=True)
-    row, place = mask[:, :R].nonzero(as_tuple=True)                                # [M] the tokens that count
-    predictor = hidden[row, response[row, place] - 1]                         # [M,C]: what stands before each
+    device, lengths = completion_ids.device, completion_mask.sum(dim=1).tolist()
+    starts = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]]    # rows with a new prompt
+    group = [bisect.bisect(starts, i) - 1 for i in range(len(prompts))]             # [N] the prompt of each row
+    # the last token of a completion predicts nothing: it is asked for, but not read
+    packed = Packed([len(prompts[i]) for i in starts], [max(0, n - 1) for n in lengths], group, device)
+    prompt_ids = torch.tensor([i for row in starts for i in prompts[row]]).to(device)
+    row, place = completion_mask.nonzero(as_tuple=True)                             # [M] the tokens that count
+    targets = completion_ids[row, place]                                            # [M]
+    read = place + 1 < completion_mask.sum(dim=1)[row]
+    hidden, aux_loss = model(torch.cat((prompt_ids, targets[read]))[None], packed=packed, return_hidden=True)
+    before = torch.where(place == 0, packed.prompt_ends[packed.group[row]], packed.starts[row] + place) - 1
     head = getattr(model, "module", model).lm_head
-    logps = token_logps(predictor, head.weight, completion_ids[row, place], temperature)
-    logps = torch.zeros(mask.shape, device=device).index_put((row, place), logps)   # [N,R]
+    logps = token_logps(hidden[0].index_select(0, before), head.weight, targets, temperature)       # [M]
+    logps = torch.zeros(completion_mask.shape, device=device).index_put((row, place), logps)        # [N,R]
     return (logps, aux_loss) if return_aux_loss else logps
 
 
@@ -455,16 +484,26 @@ def micro_batches(lengths, token_budget):
     return groups
 
 
-def sequence_lengths(rollout):
-    """Prompt plus completion tokens of each row, as a list of N ints."""
-    return [len(p) + n for p, n in zip(rollout.prompts, rollout.completion_mask.sum(dim=1).tolist())]
+def packed_batches(rollout, rows, token_budget):
+    """Split rows into parts for per_token_logps, groups together: a part laid out as a rectangle, longest
+    prompt plus longest completion for each row, has at most `token_budget` places (one row always fits).
+    """
+    lengths, parts, longest = rollout.completion_mask.sum(dim=1).tolist(), [[]], (0, 0)
+    for row in sorted(rows):
+        size = len(rollout.prompts[row]), lengths[row]
+        longest = [max(pair) for pair in zip(size, longest)]
+        if parts[-1] and (len(parts[-1]) + 1) * sum(longest) > token_budget:
+            parts.append([])
+            longest = size
+        parts[-1].append(row)
+    return parts
 
 
 @torch.no_grad()
 def score_rollout(model, rollout, temperature, token_budget):
-    """per_token_logps of a whole rollout without gradients, in micro-batches -> [N,R]."""
+    """per_token_logps of a whole rollout without gradients, in parts -> [N,R]."""
     logps = torch.zeros_like(rollout.per_token_logps)
-    for rows in micro_batches(sequence_lengths(rollout), token_budget):
+    for rows in packed_batches(rollout, range(len(logps)), token_budget):
         logps[rows] = per_token_logps(model, [rollout.prompts[i] for i in rows], rollout.completion_ids[rows],
                                       rollout.completion_mask[rows], temperature)
     return logps
