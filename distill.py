@@ -23,6 +23,8 @@ import math
 import re
 import time
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -221,7 +223,8 @@ def parse_args(argv=None):
     add("--out_dir", default="", help="folder of the run; '' takes the next free out/distill ..")
     add("--resume", action="store_true", help="go on with the run in --out_dir")
     add("--overwrite", action="store_true", help="start anew in an --out_dir that holds a run")
-    # the student from scratch
+    # the new student
+    add("--first_layers", type=int, default=0, help="start from so many of the teacher's layers, no sizes")
     add("--hidden_size", type=int, default=64, help="of a student from scratch")
     add("--num_hidden_layers", type=int, default=4, help="of a student from scratch")
     add("--num_attention_heads", type=int, default=4, help="of a student from scratch")
@@ -269,6 +272,8 @@ def parse_args(argv=None):
             parser.error(f"--{name} must not be negative, not {getattr(args, name)}")
     if args.divergence == "jsd" and args.jsd_weight in (0, 1):
         parser.error("--jsd_weight must lie inside (0, 1); at the ends the JSD is 0: take forward or reverse")
+    if args.first_layers < 0 or args.first_layers and args.student:
+        parser.error("--first_layers must be positive, and excludes --student")
     if args.alpha == 1 and args.on_policy_fraction > 0:
         parser.error("--on_policy_fraction needs a teacher to grade the student's text: set --alpha below 1")
     return args
@@ -288,7 +293,18 @@ COLUMNS = ("step", "eval_accuracy", "eval_greedy", "loss", "ce", "kl", "aux", "o
 
 
 def new_student(args, chat):
-    """A MiniMind of the sizes on the command line, over the tokenizer's vocabulary."""
+    """The teacher's first layers with its embedding, norm and head, or a MiniMind of the sizes on the command
+    line over the tokenizer's vocabulary.
+    """
+    if args.first_layers:
+        whole = load_checkpoint(args.teacher)
+        if args.first_layers > whole.config.num_hidden_layers:
+            raise InputError(f"--first_layers {args.first_layers}: the teacher has "
+                             f"{whole.config.num_hidden_layers} layers")
+        student = MiniMind(replace(whole.config, num_hidden_layers=args.first_layers))
+        kept = student.state_dict().keys()
+        student.load_state_dict({n: t for n, t in whole.state_dict().items() if n in kept})
+        return student
     torch.manual_seed(args.seed)
     return MiniMind(MiniMindConfig(
         vocab_size=chat.tokenizer.get_vocab_size(), hidden_size=args.hidden_size, use_moe=args.use_moe,
@@ -300,7 +316,8 @@ def new_student(args, chat):
 
 def load_teacher(args, chat, tokenizer_dir, student, dtype, device):
     """The frozen teacher: no gradients, no dropout, and under bf16 one copy with bf16 linear weights."""
-    if load_tokenizer(args.teacher).tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+    if Path(args.teacher).is_dir() and (load_tokenizer(args.teacher).tokenizer.get_vocab()
+                                        != chat.tokenizer.get_vocab()):     # a bare .pth has no tokenizer
         raise InputError(f"--teacher {args.teacher} and the student's {tokenizer_dir} have different "
                          f"tokenizers: the KL compares token by token and needs one vocabulary")
     teacher = rollout_policy(load_checkpoint(args.teacher).to(device), dtype).eval().requires_grad_(False)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import (InputError, catch_signals, init_distributed, load_checkpoint, load_run, metrics_over_ranks,
                    over_ranks, run_script, save_run)
-from reward import TERMS, completion_texts, compute_rewards, evaluate, parse_weights
+from reward import TERMS, completion_texts, compute_rewards, evaluate, load_scorers, parse_weights
 from rollout import (RunLog, batch_of_step, generate, load_tokenizer, packed_batches, per_token_logps,
                      read_prompts, rollout_policy, run_dir, score_rollout, step_generator,
                      update_rollout_policy)
@@ -83,7 +83,8 @@ def clipped_tokens(ratio, advantages, epsilon):
 def parse_args(argv=None):
     parser = argparse.ArgumentParser("grpo.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--model", default="data/arithmetic/base", help="checkpoint folder to start from, also the reference")
+    add("--model", default="data/arithmetic/base", help="checkpoint to start from, also the reference")
+    add("--tokenizer", default="", help="tokenizer folder; '': the model's (a bare .pth has none)")
     add("--data", default="data/arithmetic/train.jsonl", help="training prompts, JSON Lines")
     add("--eval_data", default="data/arithmetic/test.jsonl", help="held-out prompts, answers; '' for none")
     add("--out_dir", default="", help="folder of the run; '' takes the next free out/grpo, out/grpo-2 ..")
@@ -99,7 +100,10 @@ def parse_args(argv=None):
     add("--system", default="", help="system message for prompts that have none")
     add("--thinking_ratio", type=float, default=1.0, help="share of the prompts that open a think block")
     add("--reward_weights", default="answer=1,length=1,thinking=1,repetition=1",
-        help="of the terms, 1 if left out")
+        help="of the terms, 1 if left out; further ones are model and fn")
+    add("--reward_model", default="", help="checkpoint of a sequence classifier with one score: term model")
+    add("--reward_clip", type=float, default=3.0, help="its score is clipped to +- this")
+    add("--reward_fn", default="", help="FILE.py:FUNCTION of (messages, completion, answer): term fn")
     # the objective
     add("--epsilon", type=float, default=0.2, help="the ratio is clipped to [1-epsilon, 1+epsilon]")
     add("--beta", type=float, default=0.01, help="weight of the KL to the reference; 0 loads no reference")
@@ -125,7 +129,7 @@ def parse_args(argv=None):
         parser.error("--resume and --overwrite exclude each other")
     for name in ("steps", "batch_size", "max_new_tokens", "max_prompt_length", "num_iterations",
                  "num_mini_batches", "learning_rate", "temperature", "grad_clip", "micro_batch_tokens",
-                 "eval_interval", "sample_interval", "save_interval", "epsilon"):
+                 "eval_interval", "sample_interval", "save_interval", "reward_clip", "epsilon"):
         if not 0 < getattr(args, name) < math.inf:
             parser.error(f"--{name} must be positive, not {getattr(args, name)}")
     for name in ("beta", "weight_decay", "warmup_steps"):
@@ -155,10 +159,10 @@ COLUMNS = ("step", "eval_accuracy", "reward", *(f"reward_{name}" for name in TER
 
 def main(argv=None):
     args = parse_args(argv)
-    weights, G = parse_weights(args.reward_weights), args.num_generations
     rank, world, device = init_distributed(args.device)
     if args.batch_size % world:
         raise InputError(f"--batch_size {args.batch_size} must be a multiple of the {world} processes")
+    G = args.num_generations
     if args.batch_size // world * G % args.num_mini_batches:
         raise InputError(f"--num_mini_batches {args.num_mini_batches} must divide the "
                          f"{args.batch_size // world * G} completions of a process")
@@ -169,7 +173,8 @@ def main(argv=None):
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
     # data, policy, reference, optimizer
-    chat = load_tokenizer(args.model)
+    tokenizer_dir = args.tokenizer or args.model
+    chat = load_tokenizer(tokenizer_dir)
     policy = load_checkpoint(args.model).to(device).eval()   # no dropout: new would differ from old
     config = policy.config
     longest_prompt = min(args.max_prompt_length, config.max_position_embeddings - args.max_new_tokens)
@@ -186,6 +191,10 @@ def main(argv=None):
     if args.beta > 0:
         reference = rollout_policy(load_checkpoint(args.model).to(device), dtype)
         reference.eval().requires_grad_(False)
+    scorers = load_scorers(args.reward_model, args.reward_fn, args.reward_clip, device, dtype,
+                           args.micro_batch_tokens)
+    names = (*TERMS, *scorers)
+    weights = parse_weights(args.reward_weights, names)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=args.weight_decay, fused=device.type == "cuda")
 
@@ -195,8 +204,8 @@ def main(argv=None):
         first, held_out = load_run(args.out_dir, "grpo", policy, optimizer, args)
     num_params = sum(p.numel() for p in policy.parameters())
     if rank == 0:       # on disk: 16 bytes a parameter in state and checkpoint, the old ones and the new
-        log = RunLog(run_dir(args.out_dir, "grpo", args.resume, args.overwrite, 32 * num_params), COLUMNS,
-                     args.steps, first)
+        log = RunLog(run_dir(args.out_dir, "grpo", args.resume, args.overwrite, 32 * num_params),
+                     (*COLUMNS, *(f"reward_{name}" for name in scorers)), args.steps, first)
         no_answer = sum(p.answer is None for p in train)
         print(f"{num_params / 1e6:.2f}M parameters on {device}, {dtype}; {len(train)} prompts of {args.data} "
               f"({left_out} too long, {no_answer} without an answer), {len(test)} held out of "
@@ -234,8 +243,9 @@ def main(argv=None):
 
         # rewards and group advantages
         texts, prompts = completion_texts(chat, rollout), [p for p in batch for _ in range(G)]
+        further = {name: score(prompts, texts) for name, score in scorers.items()}
         rewards, terms = compute_rewards(texts, [p.answer for p in prompts], [p.text for p in prompts],
-                                         weights)
+                                         weights, further)
         advantages = group_advantages(rewards, G).to(device)                            # [N]
 
         # old and reference log-probs, once for each rollout
@@ -290,7 +300,7 @@ def main(argv=None):
         here = world * mask.sum().item() / over_ranks([mask.sum().item()])[0]   # token means weigh by tokens
         metrics = metrics_over_ranks({
             "step": step, "reward": rewards.mean().item(),
-            **{f"reward_{name}": sum(t[name] for t in terms) / len(terms) for name in TERMS},
+            **{f"reward_{name}": sum(t[name] for t in terms) / len(terms) for name in names},
             "accuracy": sum(t["answer"] for t in terms) / len(terms),
             "kl": here * torch.cat(kls).mean().item(),
             "clip_fraction": here * torch.cat(clipped).mean().item(),
@@ -316,7 +326,7 @@ def main(argv=None):
                               "reward": rewards[i].item(), "advantage": advantages[i].item()}
                              for i in (rewards[:G].argmax().item(), rewards[:G].argmin().item())])
             if last or stop or step % args.save_interval == 0:
-                save_run(log.out_dir, "grpo", policy, optimizer, step, held_out, args.model, args)
+                save_run(log.out_dir, "grpo", policy, optimizer, step, held_out, tokenizer_dir, args)
         if stop and not last:
             if rank == 0:
                 print(f"stopped after step {step}; go on with the same options and --resume --out_dir "
@@ -324,7 +334,7 @@ def main(argv=None):
             raise SystemExit(128 + int(stop))
     if rank == 0:
         if first >= args.steps:     # nothing was left to do but what a kill between two files left undone
-            save_run(log.out_dir, "grpo", policy, optimizer, first, held_out, args.model, args)
+            save_run(log.out_dir, "grpo", policy, optimizer, first, held_out, tokenizer_dir, args)
         elif test:
             after = metrics["eval_accuracy"]
             print(f"held-out accuracy {held_out['before']:.3f} -> {after:.3f}, best {held_out['best']:.3f} "

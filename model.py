@@ -591,7 +591,7 @@ def load_checkpoint(path, score_head=False, **sizes):
         hf = read_json(where)
         config, tensors = config_from_hf(hf, where), read_tensors(path)
         split_fused_experts(tensors, path)
-        if hf["model_type"] == "minimind":      # its earlier releases have no q/k norm and no key that says so
+        if hf["model_type"] == "minimind":      # earlier releases have no q/k norm and no key that says so
             config.qk_norm = any(n.endswith(".q_norm.weight") for n in tensors)
     else:
         raise InputError(f"{path}: no such folder; a checkpoint is a Hugging Face folder or a MiniMind .pth")

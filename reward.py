@@ -2,8 +2,10 @@
 
 The format terms are MiniMind's rules, in characters, with every bound an argument. A reward is a training
 target, not the truth: read samples.jsonl next to the curves. To add a term of your own, write a function and
-one line in `reward_terms`.
+one line in `reward_terms`, or leave this file alone and name yours with --reward_fn.
 """
+import importlib.util
+import inspect
 import math
 import re
 import unicodedata
@@ -11,8 +13,9 @@ from fractions import Fraction
 
 import torch
 
-from model import InputError, over_ranks
-from rollout import decode, generate, step_generator
+from model import InputError, load_checkpoint, over_ranks
+from rollout import (decode, generate, load_tokenizer, micro_batches, render_chat, rollout_policy,
+                     step_generator)
 
 # ---------------------------------------------------------------- the think block
 
@@ -69,6 +72,8 @@ def repetition_penalty(text, n=3, cap=0.5):
 RUN = re.compile(r"[\d.,/^*]+", re.ASCII)
 NUMBER = re.compile(r"((\d{1,3}([, ]\d{3})+|\d+)(\.\d+)?|\.\d+)(/\d+)?", re.ASCII)
 LONGEST_NUMBER = 100    # digits; longer ones are compared as text, so that no answer costs time
+LONGEST_TEXT = 100_000  # characters; of a longer text only the end is read
+SIGNS = str.maketrans("\u2212\u2013\u8d1f\u2044", "---/")      # minus, en dash, Chinese minus, fraction slash
 
 # What LaTeX and Markdown put around an answer, as plain characters; applied in this order.
 PLAIN = [(re.compile(pattern, re.ASCII), plain) for pattern, plain in (
@@ -82,26 +87,24 @@ PLAIN = [(re.compile(pattern, re.ASCII), plain) for pattern, plain in (
     (r" {1,3}%", "%"),
     (r"(?<![\w*)])\*\*(?=\S)|(?<=\S)\*\*(?![\w*(])", ""),                       # **18**, but not 9**9
 )]
-# What stands beside a number (here #) that is part of a formula, a bound or a list, and has no unit only.
+# What stands beside a number (here #) in a formula, a bound or a list, but not in "# clips" or "x = #".
 FORMULA = re.compile(r"[\\*+<>|±×÷·√π∞≤≥≠]|-(?![a-z]{2})|(?<![\w^])\d|#[ /]*([!^]|[iknxyz](?![A-Za-z]))",
                      re.ASCII)
 
 
 def _normal(text):
-    """Full-width forms to ASCII, other signs for minus to a hyphen, outer white space off."""
+    """Full-width forms to ASCII, every minus to a hyphen, outer white space off."""
+    text = text[-LONGEST_TEXT:]
     # an exponent or a fraction must not melt into the digits before it: 5\u00b2 is not 52
     text = re.sub("(?<=\\d)(?=[\u2070\u00b9\u00b2\u00b3\u2074-\u2079])", "^", text)
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e]|\\\\[dtc]?frac)", " ", text)
-    # thousands set apart by 1{,}234, 1\,234 or a space that is no plain one, which would look like a list
+    # 1{,}234, 1\,234 or a space that does not break; a plain one could be a list's
     text = re.sub("(?<=\\d)(\\{,\\}|,?\\\\[,!]|[\u00a0\u2009\u202f])(?=\\d{3}(?!\\d))", ",", text)
     return unicodedata.normalize("NFKC", text).translate(SIGNS).strip()
 
 
-SIGNS = str.maketrans("\u2212\u2013\u8d1f\u2044", "---/")       # minus, en dash, Chinese minus; fraction slash
-
-
 def _plain(text):
-    """A text without the dress of an answer: LaTeX and Markdown, and a full stop at its end."""
+    """A text without its LaTeX, its Markdown and the full stop at its end."""
     text = _normal(text)
     for pattern, plain in PLAIN:
         text = pattern.sub(plain, text)
@@ -136,7 +139,7 @@ def _numbers(text, last_first=False):
 
 
 def _lone_number(text):
-    """The number of a marked answer that holds just one, with a unit or words ("72 clips", "x = 5"), or None."""
+    """The number of an answer that is just one with its unit or words ("72 clips", "x = 5"), or None."""
     text = _plain(text)
     number = next(_numbers(text), None)
     return None if number is None or FORMULA.search(text.replace(number, "#", 1)) else number
@@ -154,7 +157,7 @@ def _boxed(text):
 
 
 def _committed(text):
-    """What `extract_answer` finds, as it is written."""
+    """What `extract_answer` finds, with its percent sign."""
     text = _normal(text)
     start, end = text.rfind("<answer>"), text.rfind("</answer>")
     tagged = 0 <= start < end
@@ -178,8 +181,8 @@ def extract_answer(text):
 
 
 def _value(text):
-    """(number as written, number meant) of a plain text that is one: 50% is (50, 1/2). Or None. All values
-    are exact, and nothing is evaluated.
+    """The number that a plain text is, as (written, meant): 50% is (50, 1/2). None if it is no number.
+    Exact, and nothing is evaluated.
     """
     if len(text) > LONGEST_NUMBER:
         return None
@@ -190,14 +193,13 @@ def _value(text):
     top, _, bottom = re.sub("[, ]", "", digits).partition("/")
     if bottom and int(bottom) == 0:
         return None
-    value = Fraction(top) / Fraction(bottom or 1)
-    value = -value if "-" in sign else value
+    value = Fraction(top) / Fraction(bottom or 1) * (-1 if "-" in sign else 1)
     return value, value / 100 if percent else value
 
 
 def same_answer(given, gold):
-    """Equal as numbers where both are numbers, else equal as trimmed, case-folded text. A percentage equals its
-    value and, as the question may have named the unit, its number: 50% is 0.5 and 50.
+    """Equal as numbers where both are numbers, else equal as trimmed, case-folded text. 50% is 0.5, and also
+    50: a question that asks for a percentage has named the unit.
     """
     given, gold = _plain(given), _plain(gold)
     a, b = _value(given), _value(gold)
@@ -214,10 +216,8 @@ def answer_reward(completion, answer, prompt=""):
     if _value(_plain(answer)) is None and same_answer(text, answer):
         return 1.0      # a gold answer in words, given with nothing around it
     given = _committed(text)
-    if given is None:
-        return 0.0
-    number = _lone_number(given)
-    return float(same_answer(given, answer) or number is not None and same_answer(number, answer))
+    readings = given, given and _lone_number(given)     # as it stands, and as the one number in it
+    return float(any(r is not None and same_answer(r, answer) for r in readings))
 
 
 # ---------------------------------------------------------------- the sum
@@ -237,8 +237,8 @@ def reward_terms(completion, answer, prompt=""):
 TERMS = tuple(reward_terms("", None))      # their names
 
 
-def parse_weights(text):
-    """"answer=1,length=0.5" -> {"answer": 1.0, "length": 0.5}; unknown terms are an InputError."""
+def parse_weights(text, names=TERMS):
+    """"answer=1,length=0.5" -> {"answer": 1.0, "length": 0.5}; terms not in `names` are an InputError."""
     weights = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
@@ -246,19 +246,23 @@ def parse_weights(text):
             weights[name.strip()] = float(value)
         except ValueError:
             raise InputError(f"--reward_weights: {part!r} is not NAME=NUMBER") from None
-        if name.strip() not in TERMS or not math.isfinite(weights[name.strip()]):
-            raise InputError(f"--reward_weights: {part!r}: terms are {', '.join(TERMS)}, weights are finite")
+        if name.strip() not in names or not math.isfinite(weights[name.strip()]):
+            raise InputError(f"--reward_weights: {part!r}: terms are {', '.join(names)}, weights are finite")
     return weights
 
 
-def compute_rewards(completions, answers, prompts, weights=None):
+def compute_rewards(completions, answers, prompts, weights=None, further=None):
     """Score N completions -> (rewards [N] fp32, list of N dicts of unweighted terms).
 
-    reward = sum over terms of weight * term; a term that `weights` leaves out weighs 1. A NaN or infinite
-    term is an InputError that names it and the completion: it would poison its whole group.
+    `prompts` are the rendered texts; `further` {name: N numbers} are terms that come from elsewhere. reward =
+    sum over terms of weight * term; a term that `weights` leaves out weighs 1. A NaN or infinite term is an
+    InputError that names it and the completion: it would poison its whole group.
     """
     weights = weights or {}
     terms = [reward_terms(c, a, p) for c, a, p in zip(completions, answers, prompts)]
+    for name, values in (further or {}).items():
+        for row, value in zip(terms, values):
+            row[name] = value
     for row, completion in zip(terms, completions):
         for name, value in row.items():
             try:
@@ -296,3 +300,82 @@ def completion_texts(chat, rollout):
     """The N completions of a rollout as text, the end-of-turn token left off."""
     return [decode(chat, ids[:n]) for ids, n in zip(rollout.completion_ids.tolist(),
                                                    rollout.completion_mask.sum(dim=1).tolist())]
+
+
+# ---------------------------------------------------------------- a reward model, a function of your own
+
+@torch.no_grad()
+def reward_model_scores(model, chat, conversations, token_budget=16384):
+    """The score of each conversation (a list of {"role", "content"}), read at its last token -> [N] fp32.
+
+    `model` has a score head, `chat` is its own tokenizer and template.
+    """
+    rows = [render_chat(chat, messages, add_generation_prompt=False)[1] for messages in conversations]
+    device, scores = next(model.parameters()).device, torch.zeros(len(rows))
+    for part in micro_batches([len(ids) for ids in rows], token_budget):
+        T = max(len(rows[i]) for i in part)
+        ids = torch.tensor([rows[i] + [0] * (T - len(rows[i])) for i in part]).to(device)     # [b,T]
+        last = torch.tensor([len(rows[i]) - 1 for i in part]).to(device)
+        every = model(ids, right_padded=True).squeeze(2)    # [b,T]; causal: padding behind changes nothing
+        scores[part] = every.gather(1, last[:, None]).squeeze(1).float().cpu()
+    return scores
+
+
+def load_reward_fn(where):
+    """`file.py:name` -> that function of (messages, completion, answer), or of (messages, completions,
+    answers), lists, if its second parameter is called `completions`. -> score(prompts, completions) -> N
+    numbers.
+    """
+    file, _, name = where.rpartition(":")
+    try:
+        module = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("fn", file))
+        spec.loader.exec_module(module)
+        function = getattr(module, name)
+        in_lists = list(inspect.signature(function).parameters)[1] == "completions"
+    except Exception as e:      # whatever a user's file may raise
+        raise InputError(f"--reward_fn {where}: must be FILE.py:FUNCTION of (messages, completion, answer) "
+                         f"({type(e).__name__}: {e})") from None
+
+    def values_of(rows):
+        return list(function(*map(list, zip(*rows)))) if in_lists else [function(*row) for row in rows]
+
+    def score(prompts, completions):
+        rows = [(p.messages, c, p.answer) for p, c in zip(prompts, completions)]
+        try:
+            values = values_of(rows)
+        except Exception as e:
+            why, culprit = e, completions[0]
+            for row in reversed(rows):      # which one was it? The first that fails alone
+                try:
+                    values_of([row])
+                except Exception as e:
+                    why, culprit = e, row[1]
+            raise InputError(f"--reward_fn {where}: {type(why).__name__}: {why}, for the completion "
+                             f"{culprit[:200]!r}") from None
+        if len(values) != len(rows):
+            raise InputError(f"--reward_fn {where}: {len(values)} values for {len(rows)} completions")
+        return values
+    return score
+
+
+def load_scorers(reward_model, reward_fn, clip, device, dtype, token_budget):
+    """The terms that --reward_model and --reward_fn ask for, by name: functions of N Prompts and N
+    completions that give N numbers. The reward model reads the messages and the answer, without the think
+    block.
+    """
+    scorers = {}
+    if reward_model:
+        chat = load_tokenizer(reward_model)
+        model = rollout_policy(load_checkpoint(reward_model, score_head=True).to(device), dtype).eval()
+
+        def by_model(prompts, completions):
+            conversations = [p.messages + [{"role": "assistant", "content": split_thinking(c, p.text)[1]}]
+                             for p, c in zip(prompts, completions)]
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                scores = reward_model_scores(model, chat, conversations, token_budget)
+            return scores.clamp(-clip, clip).tolist()       # a NaN stays one, and is refused by name
+
+        scorers["model"] = by_model
+    if reward_fn:
+        scorers["fn"] = load_reward_fn(reward_fn)
+    return scorers

@@ -48,7 +48,8 @@ def load_tokenizer(folder):
     """Read the tokenizer, its configuration and the chat template of a checkpoint folder."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; it should hold config.json, tokenizer.json, ...")
+        raise InputError(f"{folder}: no such folder; it should hold tokenizer.json: name it with "
+                         f"--tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as e:      # the tokenizers package raises bare Exception
@@ -138,8 +139,7 @@ def render_guarded(chat, messages, thinking, add_generation_prompt):
     try:
         masked = [mask({key: value for key, value in m.items() if value is not None}) for m in messages]
         for m in masked:
-            thoughts = m.get("reasoning_content", m.get("thinking", m.get("reasoning")))
-            if thoughts is not None:
+            if (thoughts := m.get("reasoning_content", m.get("thinking", m.get("reasoning")))) is not None:
                 m |= {"thinking": m.get("thinking", thoughts), "reasoning_content": thoughts}
         return chat.template.render({key: value for key, value in chat.named.items() if value is not None},
                                     messages=masked, tools=None, documents=None, enable_thinking=thinking,
@@ -404,8 +404,9 @@ def rollout_policy(model, dtype):
     if dtype == torch.float32:
         return model
     copy = type(model)(model.config).to(next(model.parameters()).device).requires_grad_(False)
-    untied = copy.lm_head.weight.detach().clone()
-    copy.lm_head.weight = torch.nn.Parameter(untied, requires_grad=False)
+    if not model.config.score_head:
+        untied = copy.lm_head.weight.detach().clone()
+        copy.lm_head.weight = torch.nn.Parameter(untied, requires_grad=False)
     for module in copy.modules():
         if isinstance(module, torch.nn.Linear):
             module.to(dtype)
@@ -454,12 +455,12 @@ def per_token_logps(model, prompts, completion_ids, completion_mask, temperature
     """
     device, lengths = completion_ids.device, completion_mask.sum(dim=1).tolist()
     starts = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]]    # rows with a new prompt
-    group = [bisect.bisect(starts, i) - 1 for i in range(len(prompts))]             # [N] the prompt of each row
+    group = [bisect.bisect(starts, i) - 1 for i in range(len(prompts))]         # [N] the prompt of each row
     # the last token of a completion predicts nothing: it is asked for, but not read
     packed = Packed([len(prompts[i]) for i in starts], [max(0, n - 1) for n in lengths], group, device)
     prompt_ids = torch.tensor([i for row in starts for i in prompts[row]]).to(device)
-    row, place = completion_mask.nonzero(as_tuple=True)                             # [M] the tokens that count
-    targets = completion_ids[row, place]                                            # [M]
+    row, place = completion_mask.nonzero(as_tuple=True)                         # [M] the tokens that count
+    targets = completion_ids[row, place]                                        # [M]
     read = place + 1 < completion_mask.sum(dim=1)[row]
     hidden, aux_loss = model(torch.cat((prompt_ids, targets[read]))[None], packed=packed, return_hidden=True)
     before = torch.where(place == 0, packed.prompt_ends[packed.group[row]], packed.starts[row] + place) - 1

@@ -60,6 +60,13 @@ def hf_folder(folder, kind="Qwen3", **changes):
     return hf
 
 
+def edit_config(folder, change):
+    """Rewrite a folder's config.json by change(dict)."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture
 def saved(tmp_path):
     save_checkpoint(tiny(), tmp_path)
@@ -201,6 +208,14 @@ def test_more_tokens_than_positions_are_an_input_error():
 DENSE_CASES = [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"head_dim": 12},
                {"rope_theta": 1e4, "num_key_value_heads": 1},
                {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}]
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+FAMILY_CASES = [("Llama", {}), ("Llama", {"head_dim": 12, "tie_word_embeddings": True}),
+                ("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3, "head_dim": 16}),
+                ("Qwen2", {"rms_norm_eps": 1e-2}), ("Qwen2", {"tie_word_embeddings": True}),
+                ("Qwen2", {"head_dim": 16, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4,
+                                                               "factor": 4.0,
+                                                               "original_max_position_embeddings": 64}})]
 MOE_CASES = [dict(MOE, num_experts_per_tok=k, norm_topk_prob=norm, tie_word_embeddings=tied)
              for k, norm, tied in ((1, True, True), (1, False, False), (2, True, False), (2, False, True))]
 
@@ -240,14 +255,136 @@ def test_a_checkpoint_of_transformers_gives_the_same_logits_here(case, tmp_path)
     check_same_model(load_checkpoint(tmp_path).eval(), hf)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind, changes", FAMILY_CASES, ids=str)
+def test_llama_and_qwen2_give_the_logits_of_transformers_and_go_back(kind, changes, tmp_path):
+    hf = hf_folder(tmp_path / "theirs", kind, **changes)
+    ours = load_checkpoint(tmp_path / "theirs").eval()
+    assert (ours.config.qk_norm, ours.config.qkv_bias) == (False, kind == "Qwen2")
+    check_same_model(ours, hf)
+    save_checkpoint(ours, tmp_path / "ours")
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours",
+                                                                     output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert type(back).__name__ == kind + "ForCausalLM"
+    check_same_model(ours, back.eval())
+    again = load_checkpoint(tmp_path / "ours")
+    assert again.config == ours.config
+    assert all(torch.equal(t, ours.state_dict()[n]) for n, t in again.state_dict().items())
+
+
+def test_no_model_type_has_biases_and_norms(tmp_path):
+    with pytest.raises(InputError, match="cannot be saved"):
+        save_checkpoint(tiny(qkv_bias=True), tmp_path / "new")
+
+
+def test_llama3_frequencies_by_hand():
+    """theta 1e4, D 8, 100 trained positions: pairs turn 100/(2 pi) * (1, .1, .01, .001) = 15.9, 1.59, .159,
+    .0159 times. Above 4 turns a pair stays, below 1 it has an eighth; 1.59 lies .5915/3 of the way up.
+    """
+    freqs, scale = rope_frequencies(MiniMindConfig(head_dim=8, rope_theta=1e4, rope_scaling={
+        **LLAMA3, "original_max_position_embeddings": 100}))
+    kept = (100 * 0.1 / 6.2831853 - 1) / 3
+    expected = torch.tensor([1, 0.1 * (kept + (1 - kept) / 8), 0.01 / 8, 0.001 / 8])
+    torch.testing.assert_close(freqs, expected, atol=0, rtol=1e-5)
+    assert scale == 1.0
+
+
+def to_transformers_4(config):
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope} if len(rope) > 1 else None
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+
+
+@pytest.mark.parametrize("kind, changes", [("Qwen3", {}), ("Qwen3Moe", MOE), FAMILY_CASES[2],
+                                           FAMILY_CASES[5]], ids=str)
+def test_configs_of_transformers_4_and_5_load_the_same(kind, changes, tmp_path):
+    hf = hf_folder(tmp_path, kind, **changes)
+    as_5 = load_checkpoint(tmp_path).eval()
+    edit_config(tmp_path, to_transformers_4)
+    assert "rope_parameters" not in json.loads((tmp_path / "config.json").read_text())
+    as_4 = load_checkpoint(tmp_path).eval()
+    close(as_4(IDS), hf(IDS).logits, 1e-4)
+    assert torch.equal(as_4(IDS), as_5(IDS))
+
+
+def test_fused_experts_are_taken_apart(tmp_path):
+    """transformers 5 computes with stacked experts; a file may hold them so."""
+    hf = hf_folder(tmp_path, "Qwen3Moe", **MOE)
+    stacked = {n: t.contiguous() for n, t in hf.state_dict().items() if n != "lm_head.weight"}
+    assert stacked["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 48, 32)
+    stacked["lm_head.weight"] = hf.lm_head.weight.detach().clone()
+    save_file(stacked, tmp_path / "model.safetensors")
+    close(load_checkpoint(tmp_path).eval()(IDS), hf(IDS).logits, 1e-4)
+    edit_tensors(tmp_path, lambda t: t.pop("model.layers.1.mlp.experts.down_proj"))
+    with pytest.raises(InputError, match="model.layers.1.mlp.experts.*down_proj"):
+        load_checkpoint(tmp_path)
+
+
+# ---------------------------------------------------------------- MiniMind's own files
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, dict(MOE, num_experts_per_tok=1),
+                                     {"qk_norm": False}], ids=case_id)
+def test_a_bare_pth_loads_by_its_tensors(changes, tmp_path):
+    """As MiniMind's trainers save one: half precision, the tied matrix under both names."""
+    ours = tiny(**changes)
+    ours.load_state_dict({n: t.half().float() for n, t in ours.state_dict().items()})
+    torch.save({n: t.half() for n, t in ours.state_dict().items()}, tmp_path / "m.pth")
+    sizes = {} if changes.get("qk_norm", True) else {"num_attention_heads": 4}
+    loaded = load_checkpoint(tmp_path / "m.pth", max_position_embeddings=128, **sizes).eval()
+    if not changes.get("use_moe"):
+        assert loaded.config == ours.config
+    assert {t.dtype for t in loaded.state_dict().values()} == {torch.float32}
+    assert torch.equal(loaded(IDS), ours(IDS))
+    assert (loaded.lm_head.weight is loaded.model["embed_tokens"].weight) == ours.config.tie_word_embeddings
+
+
+def test_minimind_folders_with_and_without_qk_norm_load(saved):
+    def to_minimind(config):
+        config.update(model_type="minimind", architectures=["MiniMindForCausalLM"], use_moe=False)
+
+    edit_config(saved, to_minimind)
+    assert torch.equal(load_checkpoint(saved).eval()(IDS), tiny()(IDS))
+    edit_tensors(saved, lambda t: [t.pop(n) for n in list(t) if "_norm.weight" in n and "self_attn" in n])
+    old = tiny()
+    for block in old.model["layers"]:
+        block.self_attn.q_norm = block.self_attn.k_norm = torch.nn.Identity()
+    assert torch.equal(load_checkpoint(saved).eval()(IDS), old(IDS))
+
+
+@pytest.mark.parametrize("content, named", [
+    (b"oops", "not a readable .pth"), ([1, 2], "dict of tensors"), ({"step": 3}, "dict of tensors"),
+    ({"tok_embeddings.weight": torch.ones(3, 3)}, "not MiniMind's tensors"),
+    ({"model.embed_tokens.weight": torch.ones(3)}, "not MiniMind's tensors"),
+], ids=["bytes", "list", "number", "other names", "a vector"])
+def test_a_pth_of_something_else_is_an_input_error(content, named, tmp_path):
+    file = tmp_path / "m.pth"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    with pytest.raises(InputError, match=named) as error:
+        load_checkpoint(file)
+    assert str(file) in str(error.value)
+
+
+def test_a_pth_that_lacks_a_tensor_is_refused(tmp_path):
+    state = tiny().state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    torch.save(state, tmp_path / "m.pth")
+    with pytest.raises(InputError, match="missing model.layers.1.mlp.up_proj.weight"):
+        load_checkpoint(tmp_path / "m.pth")
+    with pytest.raises(InputError, match="not a readable .pth"):
+        load_checkpoint(tmp_path / "nowhere.pth")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "llama"])
 def test_a_key_that_the_config_leaves_out_is_read_as_transformers_reads_it(kind):
     """Of the keys that no tensor's shape gives away: a wrong default would load and compute otherwise."""
     sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16)
     theirs = transformers.AutoConfig.for_model(kind, **sizes)
     ours = config_from_hf({"model_type": kind, **sizes})
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    for name in ["rms_norm_eps"] + ["num_experts_per_tok", "norm_topk_prob"] * (kind == "qwen3_moe"):
+    names = ["rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"]
+    for name in names + ["num_experts_per_tok", "norm_topk_prob"] * (kind == "qwen3_moe"):
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
@@ -389,6 +526,7 @@ BROKEN = {
     "misshapen": (lambda t: t.update({Q: torch.ones(32, 31)}), Q + r" has shape \[32, 31\]"),
     "transposed": (lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.ones(32, 48)}), "up_proj"),
     "integers": (lambda t: t.update({Q: torch.ones(32, 32, dtype=torch.int8)}), Q),
+    "fp8": (lambda t: t.update({Q: torch.ones(32, 32).to(torch.float8_e4m3fn)}), Q + " is torch.float8"),
     "other head": (lambda t: t.update({"lm_head.weight": torch.ones(61, 32)}), "lm_head.weight"),
     "no embedding": (lambda t: t.update({"lm_head.weight": t.pop(EMBEDDING)}), EMBEDDING),
 }
@@ -408,7 +546,7 @@ def test_tensors_that_do_not_fit_are_named(what, saved):
     ("vocab_size", 62, EMBEDDING), ("tie_word_embeddings", False, "missing lm_head.weight"),
     ("model_type", "gpt2", "model_type 'gpt2'"), ("model_type", None, "model_type"),
     ("rope_scaling", {"rope_type": "longrope", "factor": 8.0}, "rope type 'longrope'"),
-    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, "low_freq"),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 9}, "low_freq"),
     ("rope_scaling", {"rope_type": "default", "mrope_section": [1, 2]}, "mrope_section"),
     ("layer_types", ["full_attention", "sliding_attention"], "layer_types"), ("mlp_bias", True, "mlp_bias"),
     ("model_type", "llama", "unexpected model.layers.0.self_attn.q_norm"),

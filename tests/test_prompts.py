@@ -215,7 +215,7 @@ TALKS = {
     "three": [user("Hi"), said("Hello"), user("1 + 1"), said("2"), user("and 2 + 2?")],
     "answered": [user("Hi"), said("Hello")],
     "chinese": [user("请解释：什么是强化学习？naïve 😀 e\u0301 \u212b")],
-    "code": [user("Fix:\n```python\nreturn {{ x }} {% raw %}\n```\n"), said("```\n\treturn x\n```"), user("?")],
+    "code": [user("Fix:\n```py\nreturn {{ x }} {% raw %}\n```\n"), said("```\n\tx\n```"), user("?")],
     "spaces": [user("  the lead, the trail  \n\n"), said("\n\n answer \n"), user("\tx \u3000")],
     "thoughts": [user("2 + 2"), said("<think>\nadd them\n</think>\n\n4"), user("3 + 3")],
     "last thoughts": [user("2 + 2"), said("<think>\n\nadd them\n</think>\n\n4")],
@@ -252,11 +252,12 @@ LLAMA_HI = ("<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi"
             "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
 QWEN_SAYS = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
 SMOLLM_SAYS = "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-WRITTEN = {     # family: "Hi", asked for an answer with thoughts, and for one without; a system, a user, an answer
+WRITTEN = {     # family: "Hi" asked with thoughts, without; then a system's, a user's and an answer's turn
     "minimind": (ML_HI + "<think>\n", ML_HI + "<think>\n\n</think>\n\n", ML_TALK),
     "qwen3": (ML_HI, ML_HI + "<think>\n\n</think>\n\n", ML_TALK),
     "qwen2.5": (*[ML_HEAD + QWEN_SAYS + ML_HI] * 2, ML_TALK),
-    "llama3.2": (*[LLAMA_HEAD + LLAMA_HI] * 2, LLAMA_HEAD + "S" + LLAMA_HI + "<think>\nt\n</think>\n\nyes<|eot_id|>"),
+    "llama3.2": (*[LLAMA_HEAD + LLAMA_HI] * 2,
+                 LLAMA_HEAD + "S" + LLAMA_HI + "<think>\nt\n</think>\n\nyes<|eot_id|>"),
     "smollm2": (*[ML_HEAD + SMOLLM_SAYS + ML_HI] * 2, ML_TALK),
 }
 
@@ -270,7 +271,7 @@ def test_text_is_what_the_family_writes(family, families):
 
 
 def test_end_and_padding_ids_are_the_folders(families):
-    """Ends: generation_config's, eos_token, what the template writes. Padding: its token, else the first end."""
+    """Ends: generation_config's, eos_token, the template's. Padding: a token, else the first end."""
     assert {name: (chat.eos_ids, chat.pad_id) for name, (chat, _) in families.items()} == {
         "minimind": ([2], 0), "qwen3": ([2, 0], 0), "qwen2.5": ([2, 0], 0), "llama3.2": ([1, 5, 4], 1),
         "smollm2": ([2], 2)}
@@ -349,7 +350,7 @@ def test_a_tokenizer_that_makes_the_token_from_plain_text_is_refused(tmp_path):
      '{"a":[1],"b":1}'),
     ("{{ {'b': 1} | tojson(indent=2) }}", '{\n  "b": 1\n}'),
     ("{{ [1, 2] | tojson(false, 1) }}", "[\n 1,\n 2\n]"),
-    ("{% set x = 1 %}a\n  {% generation %}\n b {% set x = 2 %}\n  {%- endgeneration -%}\n {{ x }}", "a\n b 1"),
+    ("{% set x = 1 %}a\n {% generation %}\n b {% set x = 2 %}\n {%- endgeneration -%}\n {{ x }}", "a\n b 1"),
     ("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i > 3 %}{% break %}{% endif %}"
      "{%- generation %}{{ i }}{% endgeneration %}{% endfor %}", "023"),
     ("{{ strftime_now('%d.%m.%Y') }}\n", "05.04.2031"),

@@ -2,8 +2,8 @@
 
     python data/digits/prepare.py
 
-100 sums and 100 products; a fifth of each is held out. Every held-out question stands eight times in test.jsonl,
-so that an evaluation of one sample a row measures each with eight samples.
+100 sums and 100 products; a fifth of each is held out. Every held-out question stands eight times in
+test.jsonl, so that an evaluation of one sample a row measures each with eight samples.
 """
 import json
 import random
