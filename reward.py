@@ -99,7 +99,7 @@ def _normal(text):
     text = re.sub("(?<=\\d)(?=[\u2070\u00b9\u00b2\u00b3\u2074-\u2079])", "^", text)
     text = re.sub("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e]|\\\\[dtc]?frac)", " ", text)
     # 1{,}234, 1\,234 or a space that does not break; a plain one could be a list's
-    text = re.sub("(?<=\\d)(\\{,\\}|,?\\\\[,!]|[\u00a0\u2009\u202f])(?=\\d{3}(?!\\d))", ",", text)
+    text = re.sub("(?<=\\d)(\\{,\\}|,?\\\\[,!]|[\u00a0\u2009\u202f])(?=\\d{3})", ",", text)
     return unicodedata.normalize("NFKC", text).translate(SIGNS).strip()
 
 
@@ -210,10 +210,11 @@ def same_answer(given, gold):
 
 def answer_reward(completion, answer, prompt=""):
     """1.0 if the answer part commits to the gold `answer`, else 0.0. Thoughts are not searched."""
-    if answer is None or not _plain(answer):
+    gold = _plain(answer or "")
+    if not gold:
         return 0.0
     text = split_thinking(completion, prompt)[1]
-    if _value(_plain(answer)) is None and same_answer(text, answer):
+    if _value(gold) is None and same_answer(text, answer):
         return 1.0      # a gold answer in words, given with nothing around it
     given = _committed(text)
     readings = given, given and _lone_number(given)     # as it stands, and as the one number in it

@@ -23,6 +23,7 @@ from rollout import (
     generate,
     load_tokenizer,
     micro_batches,
+    packed_batches,
     parse_prompt,
     per_token_logps,
     read_jsonl,
@@ -329,6 +330,66 @@ def test_micro_batches_cover_every_row_once_within_the_budget():
         groups = micro_batches(lengths, budget)
         assert sorted(sum(groups, [])) == list(range(50))
         assert all(len(g) == 1 or len(g) * max(lengths[i] for i in g) <= budget for g in groups)
+
+
+def padded_logps(model, prompts, ids, mask, temperature):
+    """Every row on its own in a padded batch, all logits, log_softmax: what the packed scorer must equal."""
+    n = mask.sum(dim=1).tolist()
+    rows = [p + c[:max(0, k - 1)] for p, c, k in zip(prompts, ids.tolist(), n)]
+    T = max(map(len, rows))
+    real = torch.tensor([[1] * len(r) + [0] * (T - len(r)) for r in rows])
+    hidden, aux = model(torch.tensor([r + [0] * (T - len(r)) for r in rows]), real, right_padded=True,
+                        return_hidden=True)
+    logps = torch.log_softmax(model.lm_head(hidden) / temperature, dim=-1)
+    out = torch.zeros(mask.shape)
+    for i, (p, k) in enumerate(zip(prompts, n)):
+        for j in range(k):
+            out[i, j] = logps[i, len(p) - 1 + j, ids[i, j]]
+    return out, aux
+
+
+@pytest.mark.parametrize("changes", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("groups, lengths", [
+    ([0, 0, 0, 1, 1, 2], [5, 1, 3, 2, 7, 4]), ([2, 0, 0, 2], [1, 1, 1, 1]), ([1], [6]), ([0, 1, 2], [0, 3, 0]),
+    ([1, 1], [4, 4])], ids=str)
+def test_packed_log_probs_and_gradients_are_those_of_padded_rows(groups, lengths, changes):
+    prompts = [list(PROMPTS[g]) for g in groups]
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(0, 61, mask.shape, generator=generator)
+    weight, results = torch.randn(mask.shape, generator=generator), []
+    for scorer in (padded_logps, lambda *a: per_token_logps(*a, return_aux_loss=True)):
+        model = tiny(**changes)
+        logps, aux = scorer(model, prompts, ids, mask, 0.8)
+        ((logps * weight).sum() + aux).backward()
+        results.append((logps.detach(), torch.as_tensor(aux).detach(),
+                        torch.cat([p.grad.flatten() for p in model.parameters()])))
+    (plain, plain_aux, plain_grad), (packed, packed_aux, packed_grad) = results
+    close(packed, plain)
+    close(packed_aux, plain_aux)
+    assert (packed_grad - plain_grad).norm() <= 1e-5 * plain_grad.norm()
+
+
+def test_a_groups_prompt_is_computed_once():
+    """3 + 1 prompt tokens and all completion tokens but the last of each: 4 + 2 + 1 + 4."""
+    model, seen = tiny(), []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append("all logits"))
+    model.model["norm"].register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    mask = torch.arange(5) < torch.tensor([3, 2, 5])[:, None]
+    per_token_logps(model, [PROMPTS[1], list(PROMPTS[1]), PROMPTS[2]], torch.full((3, 5), 7), mask)
+    assert seen == [(1, 11, 32)]
+
+
+def test_packed_batches_keep_groups_together_within_the_budget():
+    def rollout(prompt_lengths, lengths):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        return SimpleNamespace(prompts=[[1] * n for n in prompt_lengths], completion_mask=mask)
+
+    small = rollout([2, 2, 2, 5, 5, 5], [3, 1, 3, 1, 1, 9])
+    assert packed_batches(small, range(6), 15) == [[0, 1, 2], [3, 4], [5]]     # 3 x 5; 2 x 6 (3 x 14 no); 14
+    assert packed_batches(small, [4, 0, 3], 15) == [[0], [3, 4]]                # 2 x (5 + 3) is too much
+    assert packed_batches(small, range(6), 1) == [[i] for i in range(6)]
+    assert packed_batches(small, range(6), 1000) == [list(range(6))]
 
 
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
