@@ -15,8 +15,11 @@ def main():
     for sign in "+*":
         pairs = [(a, b) for a in range(10) for b in range(10)]
         rng.shuffle(pairs)
-        rows = [{"prompt": f"What is {a} {sign} {b}? Answer with only the number.",
-                 "answer": str(a + b if sign == "+" else a * b)} for a, b in pairs]
+        rows = []
+        for a, b in pairs:
+            result = a + b if sign == "+" else a * b
+            rows.append({"prompt": f"What is {a} {sign} {b}? Answer with only the number.", "answer": str(result),
+                         "completion": f"{a} {sign} {b} = {result}"})       # for distill.py
         train, test = train + rows[20:], test + rows[:20] * 8
     for name, rows in (("train", train), ("test", test)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
