@@ -253,9 +253,15 @@ class Attention(nn.Module):
             return self.o_proj(packed.attend(*(z[0].transpose(0, 1) for z in (q, k, v))).flatten(1)[None])
         if cache is not None:
             k, v = cache.append(layer, k, v)                                            # [B,K,S,D]
-        # enable_gqa: H/K query heads read one key head, which is never copied. No mask means causal.
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
-                                           dropout_p=self.dropout if self.training else 0.0, enable_gqa=True)
+        dropout = self.dropout if self.training else 0.0
+        if T == 1:      # decoding: the H/K query heads of a key head stand as its queries and read it once
+            y = F.scaled_dot_product_attention(q.reshape(B, k.shape[1], -1, self.head_dim), k, v,
+                                               attn_mask=mask,
+                                               dropout_p=dropout)                       # [B,K,H/K,D]
+            return self.o_proj(y.reshape(B, 1, -1))
+        # enable_gqa: a key head is never copied for its query heads. No mask means causal.
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout,
+                                           enable_gqa=True)                             # [B,H,T,D]
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
