@@ -350,8 +350,8 @@ def padded_logps(model, prompts, ids, mask, temperature):
 
 @pytest.mark.parametrize("changes", [DENSE, MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("groups, lengths", [
-    ([0, 0, 0, 1, 1, 2], [5, 1, 3, 2, 7, 4]), ([2, 0, 0, 2], [1, 1, 1, 1]), ([1], [6]), ([0, 1, 2], [0, 3, 0]),
-    ([1, 1], [4, 4])], ids=str)
+    ([0, 0, 0, 1, 1, 2], [5, 1, 3, 2, 7, 4]), ([2, 0, 0, 2], [1, 1, 1, 1]), ([1], [6]),
+    ([0, 1, 2], [0, 3, 0]), ([1, 1], [4, 4])], ids=str)
 def test_packed_log_probs_and_gradients_are_those_of_padded_rows(groups, lengths, changes):
     prompts = [list(PROMPTS[g]) for g in groups]
     generator = torch.Generator().manual_seed(3)

@@ -18,7 +18,8 @@ def main():
         rows = []
         for a, b in pairs:
             result = a + b if sign == "+" else a * b
-            rows.append({"prompt": f"What is {a} {sign} {b}? Answer with only the number.", "answer": str(result),
+            rows.append({"prompt": f"What is {a} {sign} {b}? Answer with only the number.",
+                         "answer": str(result),
                          "completion": f"{a} {sign} {b} = {result}"})       # for distill.py
         train, test = train + rows[20:], test + rows[:20] * 8
     for name, rows in (("train", train), ("test", test)):
