@@ -496,14 +496,16 @@ def trl_steps(model, prompts, ours, results, args):
                 results[name]["peak"].append(peak(args) - self.before)
 
     with tempfile.TemporaryDirectory() as folder:
+        hf_model(model, args).save_pretrained(folder + "/model")    # TRL reads its reference from there too
         config = trl.GRPOConfig(
             output_dir=folder, per_device_train_batch_size=len(prompts) * args.num_generations,
             num_generations=args.num_generations, max_completion_length=args.max_new_tokens, beta=args.beta,
             temperature=1.0, top_p=1.0, top_k=0, num_iterations=1, max_steps=args.repeats + 1, report_to=[],
+            model_init_kwargs={"dtype": "float32"},
             save_strategy="no", logging_strategy="no", gradient_checkpointing=False, learning_rate=1e-6,
             bf16=args.dtype == "bfloat16", use_cpu=args.device == "cpu", disable_tqdm=True, loss_type="grpo")
         trainer = trl.GRPOTrainer(
-            model=hf_model(model, args), processing_class=tokenizer, args=config, callbacks=[Turns()],
+            model=folder + "/model", processing_class=tokenizer, args=config, callbacks=[Turns()],
             reward_funcs=lambda completions, **kwargs: [float(i % 7) for i in range(len(completions))],
             train_dataset=datasets.Dataset.from_dict({"prompt": texts * (args.repeats + 1)}))
         trainer.train()
