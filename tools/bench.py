@@ -45,7 +45,7 @@ def parse_args(argv=None):
     add("--batch_size", type=int, default=8, help="prompts, of 16 to 64 tokens")
     add("--num_generations", type=int, default=8, help="completions for each prompt")
     add("--max_new_tokens", type=int, default=128, help="completions end spread from an eighth of it")
-    add("--micro_batch_tokens", type=int, default=16384, help="tokens in one backward pass")
+    add("--micro_batch_tokens", type=int, default=2048, help="tokens in one backward pass")
     add("--beta", type=float, default=0.01, help="0: no reference in update and step")
     add("--threads", type=int, default=1, help="of the processor, for all contestants")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bf16 is autocast for training")
