@@ -172,7 +172,11 @@ def main(argv=None):
     def autocast():    # one precision path for old, new and reference; master weights and optimizer stay fp32
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
-    # data, policy, reference, optimizer
+    # rewards, data, policy, reference, optimizer
+    scorers = load_scorers(args.reward_model, args.reward_fn, args.reward_clip, device, dtype,
+                           args.micro_batch_tokens)
+    names = (*TERMS, *scorers)
+    weights = parse_weights(args.reward_weights, names)
     tokenizer_dir = args.tokenizer or args.model
     chat = load_tokenizer(tokenizer_dir)
     policy = load_checkpoint(args.model).to(device).eval()   # no dropout: new would differ from old
@@ -191,10 +195,6 @@ def main(argv=None):
     if args.beta > 0:
         reference = rollout_policy(load_checkpoint(args.model).to(device), dtype)
         reference.eval().requires_grad_(False)
-    scorers = load_scorers(args.reward_model, args.reward_fn, args.reward_clip, device, dtype,
-                           args.micro_batch_tokens)
-    names = (*TERMS, *scorers)
-    weights = parse_weights(args.reward_weights, names)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=args.weight_decay, fused=device.type == "cuda")
 

@@ -212,7 +212,7 @@ class Packed:
                               dim=2)[:, None]                                           # [N,1,R,P+R]
         rows_of = torch.bincount(self.group, minlength=len(prompts))        # a prompt stands for so many rows
         self.weight = torch.cat((rows_of.repeat_interleave(prompts),
-                                 rows_of.new_ones(int(M - prompts.sum()))))
+                                 rows_of.new_ones(sum(completion_lengths))))
 
     def attend(self, q, k, v):
         """Causal attention inside each sequence: q [M,H,D], k and v [M,K,D] -> [M,H,D]."""
@@ -390,8 +390,9 @@ class MiniMind(nn.Module):
             mask = torch.arange(start + T, device=input_ids.device) <= positions[0, :, None]   # [T,S]
         angles = positions[..., None].float() * self.rope_freqs         # [B or 1,T,D/2]
         cos, sin = (f(angles)[:, None] * self.rope_scale for f in (torch.cos, torch.sin))
-        valid = attention_mask[:, start:] if attention_mask is not None else None
-        valid = packed.weight if packed is not None else valid
+        valid = packed.weight if packed is not None else None
+        if attention_mask is not None:
+            valid = attention_mask[:, start:]
 
         x, aux_loss = self.dropout(self.model.embed_tokens(input_ids)), 0.0             # [B,T,C]
         for i, layer in enumerate(self.model.layers):

@@ -346,11 +346,12 @@ def load_reward_fn(where):
             values = values_of(rows)
         except Exception as e:
             why, culprit = e, completions[0]
-            for row in reversed(rows):      # which one was it? The first that fails alone
+            for row in rows:        # which one was it? The first that fails alone
                 try:
                     values_of([row])
                 except Exception as e:
                     why, culprit = e, row[1]
+                    break
             raise InputError(f"--reward_fn {where}: {type(why).__name__}: {why}, for the completion "
                              f"{culprit[:200]!r}") from None
         if len(values) != len(rows):

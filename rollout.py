@@ -399,12 +399,12 @@ def rollout_policy(model, dtype):
     """The model to sample from: the policy itself in fp32; in bf16 a copy whose linear weights are cast once.
 
     Autocast would cast them anew for every token. Embedding and norms stay fp32, as under autocast, so that
-    the sampler computes what the scorer computes.
+    the sampler computes what the scorer computes. On a CPU linear weights are laid out anew, in place.
     """
-    copy, head = model, None if model.config.score_head else model.lm_head
+    copy = model
     if dtype != torch.float32:
         copy = type(model)(model.config).to(next(model.parameters()).device).requires_grad_(False)
-        if head is not None:
+        if not model.config.score_head:
             untied = copy.lm_head.weight.detach().clone()
             copy.lm_head.weight = torch.nn.Parameter(untied, requires_grad=False)
         for module in copy.modules():
@@ -415,7 +415,8 @@ def rollout_policy(model, dtype):
         # On a CPU a decode step multiplies a few rows by each weight, which is up to twice as fast if the
         # weight lies in memory transposed. Not a tied head: it is also the embedding, and that is read by
         # rows.
-        if isinstance(module, torch.nn.Linear) and module.weight.device.type == "cpu" and module is not head:
+        if (isinstance(module, torch.nn.Linear) and module.weight.device.type == "cpu"
+                and module.weight is not copy.model.embed_tokens.weight):
             module.weight.data = module.weight.data.t().contiguous().t()        # the same values
     return copy
 
@@ -459,15 +460,16 @@ def per_token_logps(model, prompts, completion_ids, completion_mask, temperature
     return_aux_loss also the load-balancing loss of a mixture of experts (0 when dense). A prompt that stands
     in several rows one after the other, as in a group, is computed once.
     """
-    device, lengths = completion_ids.device, completion_mask.sum(dim=1).tolist()
+    device, lengths = completion_ids.device, completion_mask.sum(dim=1)
     starts = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]]    # rows with a new prompt
     group = [bisect.bisect(starts, i) - 1 for i in range(len(prompts))]         # [N] the prompt of each row
     # the last token of a completion predicts nothing: it is asked for, but not read
-    packed = Packed([len(prompts[i]) for i in starts], [max(0, n - 1) for n in lengths], group, device)
+    packed = Packed([len(prompts[i]) for i in starts], [max(0, n - 1) for n in lengths.tolist()], group,
+                    device)
     prompt_ids = torch.tensor([i for row in starts for i in prompts[row]]).to(device)
     row, place = completion_mask.nonzero(as_tuple=True)                         # [M] the tokens that count
     targets = completion_ids[row, place]                                        # [M]
-    read = place + 1 < completion_mask.sum(dim=1)[row]
+    read = place + 1 < lengths[row]
     hidden, aux_loss = model(torch.cat((prompt_ids, targets[read]))[None], packed=packed, return_hidden=True)
     before = torch.where(place == 0, packed.prompt_ends[packed.group[row]], packed.starts[row] + place) - 1
     head = getattr(model, "module", model).lm_head

@@ -83,20 +83,35 @@ def peak(args):
     return torch.cuda.max_memory_allocated() / 2 ** 20 if args.device != "cpu" else resident(peak=True)
 
 
+def no_turns():
+    """What the turns of a contestant are noted in: seconds, and MiB above the start."""
+    return {"cpu": [], "wall": [], "peak": []}
+
+
+def start_turn(args):
+    before = forget_peak(args)
+    synchronize(args)
+    return before, time.process_time(), time.perf_counter()
+
+
+def end_turn(started, result, args, warms_up):
+    """Note what passed since start_turn; a turn that warms up is not noted."""
+    synchronize(args)
+    before, cpu, wall = started
+    if not warms_up:
+        result["cpu"].append(time.process_time() - cpu)
+        result["wall"].append(time.perf_counter() - wall)
+        result["peak"].append(peak(args) - before)
+
+
 def take_turns(contestants, args):
-    """{name: function} -> {name: {"cpu", "wall": seconds of each turn, "peak": MiB above the start}}."""
-    results = {name: {"cpu": [], "wall": [], "peak": []} for name in contestants}
+    """{name: function} -> {name: its turns, as in no_turns}."""
+    results = {name: no_turns() for name in contestants}
     for turn in range(args.repeats + 1):
         for name, run in contestants.items():
-            before = forget_peak(args)
-            synchronize(args)
-            cpu, wall = time.process_time(), time.perf_counter()
+            started = start_turn(args)
             run()
-            synchronize(args)
-            if turn:            # the first turn warms up
-                results[name]["cpu"].append(time.process_time() - cpu)
-                results[name]["wall"].append(time.perf_counter() - wall)
-                results[name]["peak"].append(peak(args) - before)
+            end_turn(started, results[name], args, warms_up=turn == 0)
     return results
 
 
@@ -106,14 +121,16 @@ def machine_limits(args):
     a, b = (torch.randn(2048, 2048, device=args.device).to(dtype) for _ in range(2))
     big = torch.randn(2 ** 26, device=args.device)          # 256 MiB: beyond every cache
 
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
+
     def best(run, times=5):
         seconds = []
         for _ in range(times):
             synchronize(args)
-            start = time.perf_counter() if args.device != "cpu" else time.process_time()
+            start = clock()
             run()
             synchronize(args)
-            seconds.append((time.perf_counter() if args.device != "cpu" else time.process_time()) - start)
+            seconds.append(clock() - start)
         return min(seconds)
 
     return 2 * 2048 ** 3 / best(lambda: a @ b) * args.threads, big.numel() * 4 / best(lambda: big.sum())
@@ -143,6 +160,16 @@ def make_model(args, hidden_size=None):
     C = hidden_size or args.hidden_size
     config = MiniMindConfig(vocab_size=args.vocab_size, hidden_size=C, num_hidden_layers=args.num_layers)
     return MiniMind(config).to(args.device).eval()
+
+
+def make_reference(args):
+    """The frozen copy that beta asks for, or None."""
+    return (rollout_policy(make_model(args), getattr(torch, args.dtype)).requires_grad_(False) if args.beta
+            else None)
+
+
+def make_optimizer(model, args):
+    return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=args.device != "cpu")
 
 
 def hf_model(ours, args):
@@ -217,9 +244,13 @@ def autocast(args):
     return torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
-def multiply_adds(model, tokens):
-    """Of one forward pass over so many tokens: every weight of a linear layer once for each."""
-    return tokens * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+def flops(model, passes, tokens, scored):
+    """Of so many forward passes (a backward pass counts as two): every linear weight multiplies and adds once
+    for each of `tokens`, but the head only for those that are `scored`.
+    """
+    head = model.lm_head.weight.numel()
+    body = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)) - head
+    return 2 * passes * (body * tokens + head * scored)
 
 
 # ---------------------------------------------------------------- rollout
@@ -253,12 +284,12 @@ def bench_rollout(args, limits):
 
             contestants["MiniMind's engine"] = minimind
     tokens = sum(lengths)
-    flops = 2 * multiply_adds(model, tokens + sum(map(len, prompts)))
+    work = flops(model, 1, tokens + sum(map(len, prompts)), tokens)
     weights = sum(p.numel() for p in model.parameters()) * (2 if args.dtype == "bfloat16" else 4)
     c = model.config
     cache = 8 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * sum(
         n * (len(p) + n / 2) for p, n in zip([p for p in prompts for _ in range(G)], lengths))
-    limit = max(flops / limits[0], (args.max_new_tokens * weights + cache) / limits[1])
+    limit = max(work / limits[0], (args.max_new_tokens * weights + cache) / limits[1])
     return table(f"rollout, {len(prompts)} x {G} completions of {min(lengths)}..{max(lengths)} tokens",
                  take_turns(contestants, args), tokens, limit, args)
 
@@ -324,13 +355,11 @@ def minimind_update(model, reference, ids, prompt_length, mask, real, old, advan
 
 
 def bench_update(args, limits):
-    rollout, model, reference = made_rollout(args), make_model(args), None
+    rollout, model, reference = made_rollout(args), make_model(args), make_reference(args)
     generator = torch.Generator().manual_seed(5)
     advantages = group_advantages(torch.rand(len(rollout.prompts), generator=generator),
                                   args.num_generations).to(args.device)
-    if args.beta:
-        reference = rollout_policy(make_model(args), getattr(torch, args.dtype)).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=args.device != "cpu")
+    optimizer = make_optimizer(model, args)
     policy = torch.compile(model, dynamic=True) if args.compile else model
     contestants = {"ours": lambda: our_update(policy, reference, rollout, advantages, optimizer, args)}
     for peer in args.peers:
@@ -349,12 +378,11 @@ def bench_update(args, limits):
                 their_optimizer, args.beta)
     scored = rollout.completion_mask.sum().item()
     prompt_tokens = sum(map(len, rollout.prompts[::args.num_generations]))
-    body = multiply_adds(model, 1) - model.lm_head.weight.numel()
-    passes = 3 + bool(args.beta)            # forward, backward twice as much, and the reference's forward
-    flops = 2 * passes * (body * (scored + prompt_tokens) + model.lm_head.weight.numel() * scored)
+    # forward, backward, and the reference's forward
+    work = flops(model, 3 + bool(args.beta), scored + prompt_tokens, scored)
     return table(f"update on {len(rollout.prompts)} rows, {scored} completion tokens, vocabulary "
                  f"{args.vocab_size}, beta {args.beta}", take_turns(contestants, args), scored,
-                 flops / limits[0], args)
+                 work / limits[0], args)
 
 
 # ---------------------------------------------------------------- a distillation step
@@ -363,13 +391,13 @@ def bench_distill(args, limits):
     """32 conversations of up to 340 tokens, student 512 x 8, teacher 768 x 8; a third is the prompt."""
     student, teacher = make_model(args), make_model(args, args.hidden_size * 3 // 2)
     frozen = rollout_policy(teacher, getattr(torch, args.dtype)).requires_grad_(False)
-    generator, contestants, tables = torch.Generator().manual_seed(6), {}, []
+    generator, tables = torch.Generator().manual_seed(6), []
     for title, shortest in (("all of 340 tokens", 340), ("of 85..340 tokens", 85)):
         rows = []
         for n in torch.linspace(shortest, 340, 32).long().tolist():
             ids = torch.randint(3, args.vocab_size, (n,), generator=generator).tolist()
             rows.append((ids, [-100] * (n // 3) + ids[n // 3:]))
-        optimizer = torch.optim.AdamW(student.parameters(), lr=1e-6, fused=args.device != "cpu")
+        optimizer = make_optimizer(student, args)
         count = sum(label != -100 for _, labels in rows for label in labels[1:])
 
         def ours():
@@ -412,11 +440,9 @@ def bench_distill(args, limits):
 
                 contestants["MiniMind's step"] = minimind
         tokens = sum(len(ids) for ids, _ in rows)
-        flops = 2 * (3 * (multiply_adds(student, 1) - student.lm_head.weight.numel())
-                     + multiply_adds(teacher, 1) - teacher.lm_head.weight.numel()) * tokens
-        flops += 2 * (3 * student.lm_head.weight.numel() + teacher.lm_head.weight.numel()) * count
+        work = flops(student, 3, tokens, count) + flops(teacher, 1, tokens, count)
         tables.append(table(f"distillation step, 32 rows {title}", take_turns(contestants, args), tokens,
-                            flops / limits[0], args))
+                            work / limits[0], args))
     return tables
 
 
@@ -425,11 +451,8 @@ def bench_distill(args, limits):
 def bench_step(args, limits):
     """Rollout and one update; all completions have max_new_tokens: TRL's lengths cannot be prescribed."""
     model, prompts, G = make_model(args), make_prompts(args), args.num_generations
-    reference = None
-    if args.beta:
-        reference = rollout_policy(make_model(args), getattr(torch, args.dtype)).requires_grad_(False)
+    reference, optimizer = make_reference(args), make_optimizer(model, args)
     sampler = rollout_policy(model, getattr(torch, args.dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=args.device != "cpu")
     lengths = [args.max_new_tokens] * (len(prompts) * G)
     noise = ending_noise(lengths, args)
 
@@ -441,18 +464,15 @@ def bench_step(args, limits):
         our_update(model, reference, rollout, advantages, optimizer, args)
         update_rollout_policy(sampler, model)
 
-    results = {"ours": {"cpu": [], "wall": [], "peak": []}}
     if "trl" in args.peers:
-        results["TRL's GRPOTrainer"] = {"cpu": [], "wall": [], "peak": []}
+        results = {"ours": no_turns(), "TRL's GRPOTrainer": no_turns()}
         trl_steps(model, prompts, ours, results, args)
     else:
         results = take_turns({"ours": ours}, args)
-    tokens, head = sum(lengths), model.lm_head.weight.numel()
-    body = multiply_adds(model, 1) - head
-    passes = 4 + bool(args.beta)        # rollout, forward, backward twice as much, the reference's forward
-    flops = 2 * passes * (body * (tokens + sum(map(len, prompts))) + head * tokens)
+    tokens = sum(lengths)       # rollout, forward, backward, and the reference's forward
+    work = flops(model, 4 + bool(args.beta), tokens + sum(map(len, prompts)), tokens)
     return table(f"whole step, {len(prompts)} x {G} completions of {args.max_new_tokens} tokens, beta "
-                 f"{args.beta}", results, tokens, flops / limits[0], args)
+                 f"{args.beta}", results, tokens, work / limits[0], args)
 
 
 def trl_steps(model, prompts, ours, results, args):
@@ -472,28 +492,13 @@ def trl_steps(model, prompts, ours, results, args):
 
     class Turns(transformers.TrainerCallback):
         def on_step_begin(self, trainer_args, state, control, **kwargs):
-            self.turn("ours", ours, state.global_step)
-            self.before = forget_peak(args)
-            synchronize(args)
-            self.cpu, self.wall = time.process_time(), time.perf_counter()
+            started = start_turn(args)
+            ours()
+            end_turn(started, results["ours"], args, warms_up=state.global_step == 0)
+            self.started = start_turn(args)
 
-        def on_step_end(self, trainer_args, state, control, **kwargs):
-            synchronize(args)
-            self.note("TRL's GRPOTrainer", state.global_step - 1)
-
-        def turn(self, name, run, step):
-            self.before = forget_peak(args)
-            synchronize(args)
-            self.cpu, self.wall = time.process_time(), time.perf_counter()
-            run()
-            synchronize(args)
-            self.note(name, step)
-
-        def note(self, name, step):
-            if step:            # the first turn warms up
-                results[name]["cpu"].append(time.process_time() - self.cpu)
-                results[name]["wall"].append(time.perf_counter() - self.wall)
-                results[name]["peak"].append(peak(args) - self.before)
+        def on_step_end(self, trainer_args, state, control, **kwargs):      # global_step has grown
+            end_turn(self.started, results["TRL's GRPOTrainer"], args, warms_up=state.global_step == 1)
 
     with tempfile.TemporaryDirectory() as folder:
         hf_model(model, args).save_pretrained(folder + "/model")    # TRL reads its reference from there too
@@ -522,7 +527,7 @@ def bench_growth(args, limits):
         changes = {"max_new_tokens": R, "num_generations": 2}
         tables.append(bench_rollout(argparse.Namespace(**{**vars(args), **changes}), limits))
     for V in (6400, 49152, 151936):
-        changes = {"vocab_size": V, "batch_size": 1, "peers": [p for p in args.peers if p != "hf"]}
+        changes = {"vocab_size": V, "batch_size": 1}
         tables.append(bench_update(argparse.Namespace(**{**vars(args), **changes}), limits))
     return tables
 
