@@ -787,8 +787,12 @@ def catch_signals():
 
 def run_script(main, name, parse_args):
     """Call main(); what the user can mend ends in one line on stderr and exit status 2."""
+    message, status = "", 2
     try:
         main()
+        status = 0
+    except SystemExit as e:     # argparse, or a signal that let the step finish
+        status = e.code
     except InputError as e:
         message = str(e)
     except OSError as e:
@@ -798,7 +802,12 @@ def run_script(main, name, parse_args):
         message = (f"out of GPU memory ({str(e).splitlines()[0]}); lower --micro_batch_tokens first (now "
                    f"{now.micro_batch_tokens}), then --batch_size (now {now.batch_size}) or "
                    f"--max_new_tokens (now {now.max_new_tokens})")
-    else:
-        return
-    print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    os._exit(2) if dist.is_initialized() else sys.exit(2)      # no waiting for ranks that still train
+    if message:
+        print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        # At once: after an error other ranks still train and must not be waited for; and while Python is
+        # taken down in order, a gloo thread that wants the interpreter lock can abort the process.
+        sys.stdout.flush()
+        os._exit(status)
+    if status:
+        sys.exit(status)
