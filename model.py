@@ -144,9 +144,12 @@ def rope_frequencies(config):
 
 
 def rotate(x, cos, sin):
-    """RoPE on x [B,heads,T,D]; cos and sin [B or 1,1,T,D/2]. Pairs are (x[i], x[i + D/2])."""
+    """RoPE on x [B,heads,T,D]: each pair (a, b) = (x[i], x[i + D/2]) becomes (a cos - b sin, b cos + a sin).
+
+    cos and sin [B or 1,1,T,D] hold (cos, cos) and (-sin, sin).
+    """
     a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    return torch.addcmul(x * cos, torch.cat((b, a), dim=-1), sin).type_as(x)
 
 
 class KVCache:
@@ -174,10 +177,23 @@ class KVCache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def select_rows(self, rows):
-        """Keep `rows` (indices, may repeat): hands a cache to its group, drops finished rows."""
-        for layer in range(len(self.keys)):
-            self.keys[layer] = self.keys[layer].index_select(0, rows)
-            self.values[layer] = self.values[layer].index_select(0, rows)
+        """Row i becomes a copy of row rows[i] (indices, may repeat): hands a prompt's cache to its group."""
+        for memory in (self.keys, self.values):
+            for layer, old in enumerate(memory):
+                memory[layer] = old.new_empty(len(rows), *old.shape[1:])
+                memory[layer][:, :, :self.length] = old[rows, :, :self.length]
+
+    def drop_rows(self, kept):
+        """Keep the rows `kept` (ascending ints), in place: the last ones fill the gaps -> their new order."""
+        n, order = len(kept), list(range(len(kept)))
+        gaps, movers = sorted(set(order) - set(kept)), [row for row in kept if row >= n]
+        for memory in (self.keys, self.values):
+            for layer, old in enumerate(memory):
+                old[gaps, :, :self.length] = old[movers, :, :self.length]
+                memory[layer] = old[:n]
+        for gap, mover in zip(gaps, movers):
+            order[gap] = mover
+        return order
 
 
 class Packed:
@@ -254,14 +270,15 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(layer, k, v)                                            # [B,K,S,D]
         dropout = self.dropout if self.training else 0.0
-        if T == 1:      # decoding: the H/K query heads of a key head stand as its queries and read it once
+        if T == 1 and (x.device.type != "cpu" or q.dtype == torch.float32):
+            # Decoding: the H/K query heads of a key head stand as its queries, so it is read once. (Not in
+            # bf16 on a CPU, where PyTorch's kernel for one query a head is twice as fast.)
             y = F.scaled_dot_product_attention(q.reshape(B, k.shape[1], -1, self.head_dim), k, v,
-                                               attn_mask=mask,
-                                               dropout_p=dropout)                       # [B,K,H/K,D]
+                                               attn_mask=mask, dropout_p=dropout)       # [B,K,H/K,D]
             return self.o_proj(y.reshape(B, 1, -1))
         # enable_gqa: a key head is never copied for its query heads. No mask means causal.
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout,
-                                           enable_gqa=True)                             # [B,H,T,D]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+                                           dropout_p=dropout, enable_gqa=True)          # [B,H,T,D]
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -389,12 +406,15 @@ class MiniMind(nn.Module):
         elif start and T > 1:
             mask = torch.arange(start + T, device=input_ids.device) <= positions[0, :, None]   # [T,S]
         angles = positions[..., None].float() * self.rope_freqs         # [B or 1,T,D/2]
-        cos, sin = (f(angles)[:, None] * self.rope_scale for f in (torch.cos, torch.sin))
+        cos, sin = (f(angles)[:, None] * self.rope_scale for f in (torch.cos, torch.sin))   # [B or 1,1,T,D/2]
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)        # as rotate reads them
         valid = packed.weight if packed is not None else None
         if attention_mask is not None:
             valid = attention_mask[:, start:]
 
         x, aux_loss = self.dropout(self.model.embed_tokens(input_ids)), 0.0             # [B,T,C]
+        if mask is not None:    # as what is added to the scores: made once, not in every layer
+            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -math.inf)
         for i, layer in enumerate(self.model.layers):
             x, aux = layer(x, cos, sin, mask, valid, cache, i, packed)
             aux_loss = aux_loss + aux

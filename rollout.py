@@ -327,14 +327,15 @@ def sample_tokens(logits, temperature, noise):
     tail would vanish.
     """
     logits = logits.float() / (temperature or 1.0)
-    logps = logits - logits.logsumexp(dim=-1, keepdim=True)                         # [n,V]
+    top = logits.amax(dim=-1, keepdim=True)                                         # [n,1]
+    cdf = torch.exp(logits - top).cumsum(dim=-1, dtype=torch.float64)               # [n,V], not normalised
+    total = cdf[:, -1:]
     if temperature == 0:
         tokens = logits.argmax(dim=-1)
     else:
-        cdf = logps.exp().double().cumsum(dim=-1)                               # [n,V]; ends near 1, not at 1
-        tokens = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True).squeeze(1)
+        tokens = torch.searchsorted(cdf, noise[:, None] * total, right=True).squeeze(1)
         tokens = tokens.clamp(max=logits.shape[-1] - 1)     # noise * total can round up to the total itself
-    return tokens, logps.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, (logits.gather(1, tokens[:, None]) - top - total.log()).squeeze(1).float()
 
 
 @torch.no_grad()
@@ -376,12 +377,12 @@ def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0,
         if t + 1 == R:
             break
         if (t + 1) % check_every == 0:
-            alive = (~ended[rows]).nonzero().squeeze(1)     # the one host sync
-            if len(alive) == 0:
+            alive = [i for i, end in enumerate(ended[rows].tolist()) if not end]    # the one host sync
+            if not alive:
                 break
-            if len(alive) <= 0.9 * len(rows):               # worth copying the cache
-                rows, tokens = rows[alive], tokens[alive]
-                cache.select_rows(alive)
+            if len(alive) < len(rows):
+                order = cache.drop_rows(alive)
+                rows, tokens = rows[order], tokens[order]
         hidden, _ = model(tokens[:, None], mask[rows, :P + t + 1] if ragged else None, cache,
                           return_hidden=True)
         logits = model.lm_head(hidden[:, -1])                                       # [n,V]

@@ -190,6 +190,32 @@ def test_selected_cache_rows_follow_their_sequences():
 
 
 @torch.no_grad()
+def test_kept_cache_rows_follow_their_sequences_and_only_gaps_are_filled():
+    model, cache = tiny(), KVCache(2, 11)
+    model(IDS[:, :6], cache=cache)
+    places = [t.data_ptr() for t in cache.keys + cache.values]
+    assert cache.drop_rows([1, 2]) == [2, 1]
+    close(model(IDS[[2, 1], 6:9], cache=cache), model(IDS[[2, 1]])[:, 6:9], 1e-5)
+    assert cache.drop_rows([0]) == [0]
+    close(model(IDS[[2], 9:], cache=cache), model(IDS[[2]])[:, 9:], 1e-5)
+    assert [t.data_ptr() for t in cache.keys + cache.values] == places
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_decoding_in_bf16_stays_near_the_whole_sequence_in_fp32(padded):
+    """A bf16 number has 8 bits: after two layers logits are right to some hundredths of their spread."""
+    model, cache, mask = tiny(), KVCache(2, 11), torch.ones(3, 11, dtype=torch.long)
+    mask[1, :3] = 0 if padded else 1
+    expected = model(IDS, mask)[mask.bool()]
+    model.to(torch.bfloat16)
+    parts = [model(piece, mask[:, :end] if padded else None, cache)
+             for end, piece in enumerate(IDS.split(1, dim=1), 1)]
+    logits = torch.cat(parts, dim=1)[mask.bool()].float()
+    assert (logits - expected).std() < 0.03 * expected.std()
+
+
+@torch.no_grad()
 def test_a_full_cache_refuses_another_token():
     """Written past its end a cache would drop the key and answer as if the token had never been."""
     model, cache = tiny(), KVCache(2, 4)
