@@ -126,6 +126,7 @@ def parse_args(argv=None):
     add("--seed", type=int, default=0, help="of the data order and the sampling")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bf16 if on CUDA")
+    add("--compile", action="store_true", help="torch.compile the trained pass: a minute first, less memory")
     args = parser.parse_args(argv)
     if args.resume and args.overwrite:
         parser.error("--resume and --overwrite exclude each other")
@@ -215,6 +216,7 @@ def main(argv=None):
     sampler, ddp = rollout_policy(policy, dtype), policy
     if world > 1:       # every forward that is trained goes through the wrapper: it averages the gradients
         ddp = DistributedDataParallel(policy, [device.index] if device.type == "cuda" else None)
+    forward = torch.compile(ddp, dynamic=True) if args.compile else ddp
     caught, bad_updates = catch_signals(), 0
 
     def eval_accuracy():
@@ -271,7 +273,7 @@ def main(argv=None):
                     # processes exchange gradients once, in the last micro-batch
                     with ddp.no_sync() if world > 1 and m + 1 < len(micro) else nullcontext():
                         with autocast():
-                            new, aux_loss = per_token_logps(ddp, [rollout.prompts[i] for i in rows],
+                            new, aux_loss = per_token_logps(forward, [rollout.prompts[i] for i in rows],
                                                             rollout.completion_ids[rows], mask[rows],
                                                             args.temperature, return_aux_loss=True)
                         loss = aux_loss + cispo_loss(new, old[rows], None if ref is None else ref[rows],

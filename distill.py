@@ -256,6 +256,7 @@ def parse_args(argv=None):
     add("--seed", type=int, default=0, help="of the student's weights, the data order and the sampling")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: bf16 if on CUDA")
+    add("--compile", action="store_true", help="torch.compile the trained pass: a minute first, less memory")
     args = parser.parse_args(argv)
     if args.resume and args.overwrite:
         parser.error("--resume and --overwrite exclude each other")
@@ -373,6 +374,7 @@ def main(argv=None):
     sampler, ddp = rollout_policy(student, dtype), student
     if world > 1:       # every forward that is trained goes through the wrapper: it averages the gradients
         ddp = DistributedDataParallel(student, [device.index] if device.type == "cuda" else None)
+    forward = torch.compile(ddp, dynamic=True) if args.compile else ddp
     caught, bad_updates = catch_signals(), 0
 
     def eval_accuracy(temperature=1.0):
@@ -421,7 +423,7 @@ def main(argv=None):
                             hidden, _ = teacher(ids, mask, right_padded=True, return_hidden=True)
                         teacher_hidden = hidden[:, :-1][trained].clone()        # [M,C'], a plain tensor
                         teacher_head = teacher.lm_head.weight
-                    hidden, aux = ddp(ids, mask, right_padded=True, return_hidden=True)     # [b,T,C]
+                    hidden, aux = forward(ids, mask, right_padded=True, return_hidden=True)     # [b,T,C]
                     ce, kl = chunked_distillation_sums(
                         hidden[:, :-1][trained], student.lm_head.weight, teacher_hidden, teacher_head,
                         labels[:, 1:][trained], args.temperature, args.divergence, args.jsd_weight)

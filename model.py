@@ -742,7 +742,7 @@ def metrics_over_ranks(metrics):
 
 # Options that may differ at a resume: they change where a run looks, how long it is, not what it computes.
 FREE_OPTIONS = {"steps", "out_dir", "resume", "overwrite", "eval_data", "eval_interval", "sample_interval",
-                "save_interval", "log_interval", "device", "micro_batch_tokens"}
+                "save_interval", "log_interval", "device", "micro_batch_tokens", "compile"}
 
 
 def save_run(out_dir, script, model, optimizer, step, held_out, tokenizer_dir, args):
@@ -822,6 +822,11 @@ def run_script(main, name, parse_args):
         message = (f"out of GPU memory ({str(e).splitlines()[0]}); lower --micro_batch_tokens first (now "
                    f"{now.micro_batch_tokens}), then --batch_size (now {now.batch_size}) or "
                    f"--max_new_tokens (now {now.max_new_tokens})")
+    except RuntimeError as e:
+        if type(e).__name__ != "InductorError":     # torch.compile's: to import it takes seconds
+            raise
+        message = (f"--compile failed ({str(e).splitlines()[0]}); on a CPU it needs a C++ compiler: install "
+                   f"g++, or leave --compile out")
     if message:
         print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     if dist.is_initialized():

@@ -307,6 +307,37 @@ def torchrun(script, argv, processes):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_a_compiled_pass_takes_the_same_steps(script, tiny, tmp_path, monkeypatch):
+    """The trace and its gradients are checked; generated code would need a C++ compiler where this runs."""
+    size = ["--steps", "3"]
+    assert run_until(script, options(script, tiny, tmp_path / "plain") + size, None, monkeypatch) == 0
+    compiled, real = [], torch.compile
+
+    def traced(model, **kwargs):
+        compiled.append(model)
+        return real(model, backend="aot_eager", **kwargs)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    argv = options(script, tiny, tmp_path / "compiled", "--compile") + size
+    assert run_until(script, argv, None, monkeypatch) == 0
+    plain, traced_state = result_of(tmp_path / "plain")[0], result_of(tmp_path / "compiled")[0]
+    assert len(compiled) == 1 and plain["model"].keys() == traced_state["model"].keys()
+    for name, weights in plain["model"].items():
+        torch.testing.assert_close(traced_state["model"][name], weights, rtol=1e-4, atol=1e-4)
+
+
+def test_a_machine_without_a_compiler_is_told_so(tiny, tmp_path):
+    """A fresh cache, since code that was generated before would need no compiler."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "grpo.py", *options("grpo", tiny, tmp_path / "run", "--compile")], cwd=ROOT,
+        capture_output=True, text=True, timeout=200,
+        env={**os.environ, "CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("grpo.py: error: --compile failed") and "g++" in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes_take_the_same_steps_as_one(script, tiny, tmp_path, monkeypatch):
     """Three steps over rows of unequal length: weights equal to 1e-5, metrics averaged, one set of files."""
     size = ["--steps", "3", "--batch_size", "6", "--eval_interval", "3"]

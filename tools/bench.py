@@ -6,6 +6,7 @@ otherwise run: transformers' generate (hf), TRL's GRPOTrainer (trl), a checkout 
     python -m tools.bench step --peers trl
     python -m tools.bench distill --peers minimind:../minimind
     python -m tools.bench growth --peers hf
+    python -m tools.bench gpu --dtype bfloat16 --repeats 2 --peers hf,trl       # on one CUDA card
 
 Random weights of equal sizes, the same prompts, completion lengths, sampling law (temperature 1, no top-k or
 top-p) and number of threads for all; contestants take turns (A B A B ...), medians are shown with the
@@ -36,11 +37,15 @@ from rollout import (Rollout, generate, micro_batches, packed_batches, per_token
 def parse_args(argv=None):
     parser = argparse.ArgumentParser("tools.bench", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("what", choices=("rollout", "update", "distill", "step", "growth"), nargs="?", default="rollout")
+    add("what", choices=list(BENCHES), nargs="?", default="rollout")
     add("--peers", default="", help="hf, trl, minimind:PATH, with commas between")
     add("--repeats", type=int, default=5, help="turns of each contestant, after one that warms up")
     add("--hidden_size", type=int, default=512, help="of the policy")
     add("--num_layers", type=int, default=8, help="of the policy")
+    add("--num_heads", type=int, default=8, help="of the policy")
+    add("--num_kv_heads", type=int, default=4, help="of the policy")
+    add("--head_dim", type=int, default=0, help="0: hidden_size / num_heads")
+    add("--intermediate_size", type=int, default=0, help="0: pi times hidden_size, as MiniMind has it")
     add("--vocab_size", type=int, default=6400, help="of the policy")
     add("--batch_size", type=int, default=8, help="prompts, of 16 to 64 tokens")
     add("--num_generations", type=int, default=8, help="completions for each prompt")
@@ -117,8 +122,8 @@ def take_turns(contestants, args):
 
 def machine_limits(args):
     """(floating point operations per second in a large matrix product, bytes per second read from memory)."""
-    dtype = getattr(torch, args.dtype)
-    a, b = (torch.randn(2048, 2048, device=args.device).to(dtype) for _ in range(2))
+    dtype, size = getattr(torch, args.dtype), 2048 if args.device == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=args.device).to(dtype) for _ in range(2))
     big = torch.randn(2 ** 26, device=args.device)          # 256 MiB: beyond every cache
 
     clock = time.process_time if args.device == "cpu" else time.perf_counter
@@ -133,7 +138,7 @@ def machine_limits(args):
             seconds.append(clock() - start)
         return min(seconds)
 
-    return 2 * 2048 ** 3 / best(lambda: a @ b) * args.threads, big.numel() * 4 / best(lambda: big.sum())
+    return 2 * size ** 3 / best(lambda: a @ b) * args.threads, big.numel() * 4 / best(lambda: big.sum())
 
 
 def table(title, results, tokens, limit_seconds, args):
@@ -154,12 +159,18 @@ def table(title, results, tokens, limit_seconds, args):
 
 # ---------------------------------------------------------------- the work, the same for all
 
+def make_config(args, hidden_size=None):
+    given = {"head_dim": args.head_dim, "intermediate_size": args.intermediate_size}
+    return MiniMindConfig(
+        vocab_size=args.vocab_size, hidden_size=hidden_size or args.hidden_size,
+        num_hidden_layers=args.num_layers, num_attention_heads=args.num_heads,
+        num_key_value_heads=args.num_kv_heads, **{name: size for name, size in given.items() if size})
+
+
 def make_model(args, hidden_size=None):
     """A MiniMind with random weights, the same at every call."""
     torch.manual_seed(0)
-    C = hidden_size or args.hidden_size
-    config = MiniMindConfig(vocab_size=args.vocab_size, hidden_size=C, num_hidden_layers=args.num_layers)
-    return MiniMind(config).to(args.device).eval()
+    return MiniMind(make_config(args, hidden_size)).to(args.device).eval()
 
 
 def make_reference(args):
@@ -194,7 +205,8 @@ def minimind_model(ours, path, args):
     c = ours.config
     theirs = module.MiniMindForCausalLM(module.MiniMindConfig(
         hidden_size=c.hidden_size, num_hidden_layers=c.num_hidden_layers, vocab_size=c.vocab_size,
-        num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads))
+        num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads,
+        head_dim=c.head_dim, intermediate_size=c.intermediate_size))
     theirs.load_state_dict(ours.state_dict(), strict=False)
     return theirs.to(args.device).eval()
 
@@ -516,20 +528,33 @@ def trl_steps(model, prompts, ours, results, args):
         trainer.train()
 
 
-# ---------------------------------------------------------------- growth
+# ---------------------------------------------------------------- several of these
+
+def changed(args, **changes):
+    return argparse.Namespace(**{**vars(args), **changes})
+
 
 def bench_growth(args, limits):
     """How tokens/s and memory grow: with the group, the length of the completions, the vocabulary."""
-    tables = []
-    for G in (1, 2, 4, 8, 16, 32):
-        tables.append(bench_rollout(argparse.Namespace(**{**vars(args), "num_generations": G}), limits))
+    tables = [bench_rollout(changed(args, num_generations=G), limits) for G in (1, 2, 4, 8, 16, 32)]
     for R in (64, 128, 256, 512, 1024) + (2048,) * (args.device != "cpu"):
-        changes = {"max_new_tokens": R, "num_generations": 2}
-        tables.append(bench_rollout(argparse.Namespace(**{**vars(args), **changes}), limits))
+        tables.append(bench_rollout(changed(args, max_new_tokens=R, num_generations=2), limits))
     for V in (6400, 49152, 151936):
-        changes = {"vocab_size": V, "batch_size": 1}
-        tables.append(bench_update(argparse.Namespace(**{**vars(args), **changes}), limits))
+        tables.append(bench_update(changed(args, vocab_size=V, batch_size=1), limits))
     return tables
+
+
+def bench_gpu(args, limits):
+    """Rollout and whole step of MiniMind 64M on 64 x 16 completions; an update of Qwen3 0.6B."""
+    large = changed(args, hidden_size=768, batch_size=64, num_generations=16, max_new_tokens=512,
+                    micro_batch_tokens=65536)
+    qwen = changed(args, hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
+                   intermediate_size=3072, vocab_size=151936, max_new_tokens=512, micro_batch_tokens=16384)
+    return [bench_rollout(large, limits), bench_step(large, limits), bench_update(qwen, limits)]
+
+
+BENCHES = {"rollout": bench_rollout, "update": bench_update, "distill": bench_distill, "step": bench_step,
+           "growth": bench_growth, "gpu": bench_gpu}
 
 
 def main(argv=None):
@@ -541,9 +566,7 @@ def main(argv=None):
         transformers.logging.set_verbosity_error()
     limits = machine_limits(args)
     print(f"this machine: {limits[0] / 1e9:.0f} GFLOP/s in a matrix product, {limits[1] / 1e9:.1f} GB/s read")
-    bench = {"rollout": bench_rollout, "update": bench_update, "distill": bench_distill, "step": bench_step,
-             "growth": bench_growth}[args.what]
-    tables = bench(args, limits)
+    tables = BENCHES[args.what](args, limits)
     if args.json:
         with open(args.json, "w") as f:
             json.dump({"options": vars(args), "limits": limits, "tables": tables}, f, indent=1)
