@@ -250,7 +250,7 @@ def test_each_prompt_is_prefilled_once_and_finished_rows_leave():
     assert model.shapes == [(2, 2), (6, 1), (6, 1)]               # all have ended: no further call
 
 
-def test_samples_depend_on_neither_the_check_interval_nor_the_other_prompts():
+def test_samples_depend_on_neither_the_check_interval_nor_the_group_nor_the_other_prompts():
     model = tiny()
     base = generate(model, PROMPTS, 4, 12, ENDS, **sampled(3))
     assert len(set(map(tuple, completions(base)))) > 6
@@ -258,6 +258,9 @@ def test_samples_depend_on_neither_the_check_interval_nor_the_other_prompts():
         r = generate(model, PROMPTS, 4, 12, ENDS, check_every=check_every, **sampled(3))
         assert torch.equal(r.completion_ids, base.completion_ids) and torch.equal(r.finished, base.finished)
         close(r.per_token_logps, base.per_token_logps)
+    ungrouped = generate(model, [p for p in PROMPTS for _ in range(4)], 1, 12, ENDS, **sampled(3))
+    assert torch.equal(ungrouped.completion_ids, base.completion_ids)       # each row prefilled on its own
+    close(ungrouped.per_token_logps, base.per_token_logps)
     for others in ([], [[33] * 9], [[1], [2, 3]]):
         r = generate(model, [PROMPTS[0], *others], 4, 12, ENDS, **sampled(3))
         assert completions(r)[:4] == completions(base)[:4]
