@@ -113,6 +113,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).type_as(x)
 
 
+def cast_once(x):
+    """x in autocast's dtype where it is on: else each of the linear layers that read x would cast its own."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def rope_frequencies(config):
     """Angle per position of each of the D/2 pairs: theta^(-2i/D) (RoFormer), stretched if the config says so.
 
@@ -183,13 +189,14 @@ class KVCache:
                 memory[layer] = old.new_empty(len(rows), *old.shape[1:])
                 memory[layer][:, :, :self.length] = old[rows, :, :self.length]
 
-    def drop_rows(self, kept):
+    def drop_rows(self, kept, device="cpu"):
         """Keep the rows `kept` (ascending ints), in place: the last ones fill the gaps -> their new order."""
         n, order = len(kept), list(range(len(kept)))
         gaps, movers = sorted(set(order) - set(kept)), [row for row in kept if row >= n]
+        to, source = torch.tensor([gaps, movers], dtype=torch.long, device=device)  # once for all layers
         for memory in (self.keys, self.values):
             for layer, old in enumerate(memory):
-                old[gaps, :, :self.length] = old[movers, :, :self.length]
+                old[to, :, :self.length] = old[source, :, :self.length]
                 memory[layer] = old[:n]
         for gap, mover in zip(gaps, movers):
             order[gap] = mover
@@ -260,7 +267,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, mask, cache, layer, packed):
-        B, T, _ = x.shape
+        x, (B, T, _) = cast_once(x), x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)   # [B,H,T,D]
         k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)   # [B,K,T,D]
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)                # [B,K,T,D]
@@ -292,6 +299,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x):
+        x = cast_once(x)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -327,14 +327,13 @@ def sample_tokens(logits, temperature, noise):
     tail would vanish.
     """
     logits = logits.float() / (temperature or 1.0)
+    if temperature == 0:
+        return logits.argmax(dim=-1), logits.amax(dim=-1) - logits.logsumexp(dim=-1)
     top = logits.amax(dim=-1, keepdim=True)                                         # [n,1]
     cdf = torch.exp(logits - top).cumsum(dim=-1, dtype=torch.float64)               # [n,V], not normalised
     total = cdf[:, -1:]
-    if temperature == 0:
-        tokens = logits.argmax(dim=-1)
-    else:
-        tokens = torch.searchsorted(cdf, noise[:, None] * total, right=True).squeeze(1)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)     # noise * total can round up to the total itself
+    tokens = torch.searchsorted(cdf, noise[:, None] * total, right=True).squeeze(1)
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)         # noise * total can round up to the total itself
     return tokens, (logits.gather(1, tokens[:, None]) - top - total.log()).squeeze(1).float()
 
 
@@ -381,7 +380,7 @@ def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0,
             if not alive:
                 break
             if len(alive) < len(rows):
-                order = cache.drop_rows(alive)
+                order = cache.drop_rows(alive, device)
                 rows, tokens = rows[order], tokens[order]
         hidden, _ = model(tokens[:, None], mask[rows, :P + t + 1] if ragged else None, cache,
                           return_hidden=True)
@@ -437,7 +436,9 @@ LOGITS_AT_ONCE = 2 ** 25    # at most so many logits are held in fp32 at a time:
 
 
 def _chunk_logps(hidden, head_weight, tokens, temperature):
-    logits = F.linear(hidden, head_weight).float() / temperature                   # [m,V]
+    logits = F.linear(hidden, head_weight).float()                                 # [m,V]
+    if temperature != 1.0:      # to divide by one would read and write them all once more, each way
+        logits = logits / temperature
     return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
 
 

@@ -166,6 +166,30 @@ def test_fully_masked_rows_give_no_nan(changes, dtype):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@torch.no_grad()
+def test_autocast_casts_what_several_layers_read_once_and_to_the_same_values(monkeypatch):
+    """q, k and v, and gate and up, are handed one bf16 tensor. Cast by each layer for itself, the logits are
+    the same bit by bit, and the inputs are fp32.
+    """
+    model, seen = tiny(), {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: seen.update({name: inputs[0]}))
+
+    def logits():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(IDS)
+
+    once = logits()
+    for i in range(2):
+        for layers in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
+            inputs = [seen[f"model.layers.{i}.{name}_proj"] for name in layers]
+            assert inputs[0].dtype == torch.bfloat16 and all(x is inputs[0] for x in inputs)
+    monkeypatch.setattr(model_module, "cast_once", lambda x: x)
+    assert torch.equal(logits(), once)
+    assert all(x.dtype == torch.float32 for x in seen.values())
+
+
 def test_the_future_changes_nothing():
     model, other = tiny(), IDS.clone()
     other[:, 7:] = (other[:, 7:] + 1) % 61
