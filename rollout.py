@@ -395,11 +395,22 @@ def generate(model, prompts, num_generations, max_new_tokens, eos_ids, pad_id=0,
                    logps[:, :R].masked_fill(~completion_mask, 0.0), ended)
 
 
+class FewRowsLinear(torch.nn.Linear):
+    """nn.Linear as (W @ x.T).T: on a CPU in bf16 up to twice as fast for the few rows of a decode step."""
+
+    def forward(self, x):
+        if x.numel() > 128 * self.in_features:      # a prompt, or a rollout that is scored
+            return super().forward(x)
+        y = (self.weight @ x.reshape(-1, self.in_features).t()).t()
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], self.out_features)
+
+
 def rollout_policy(model, dtype):
     """The model to sample from: the policy itself in fp32; in bf16 a copy whose linear weights are cast once.
 
     Autocast would cast them anew for every token. Embedding and norms stay fp32, as under autocast, so that
-    the sampler computes what the scorer computes. On a CPU linear weights are laid out anew, in place.
+    the sampler computes what the scorer computes. On a CPU linear layers are made ready for few rows, in
+    place.
     """
     copy = model
     if dtype != torch.float32:
@@ -412,11 +423,13 @@ def rollout_policy(model, dtype):
                 module.to(dtype)
         update_rollout_policy(copy, model)
     for module in copy.modules():
-        # On a CPU a decode step multiplies a few rows by each weight, which is up to twice as fast if the
-        # weight lies in memory transposed. Not a tied head: it is also the embedding, and that is read by
-        # rows.
-        if (isinstance(module, torch.nn.Linear) and module.weight.device.type == "cpu"
-                and module.weight is not copy.model.embed_tokens.weight):
+        if not isinstance(module, torch.nn.Linear) or module.weight.device.type != "cpu":
+            continue
+        if dtype == torch.bfloat16:
+            module.__class__ = FewRowsLinear
+        # In fp32 a few rows times a weight are up to twice as fast if the weight lies in memory transposed.
+        # Not a tied head: it is also the embedding, and that is read by rows.
+        elif module.weight is not copy.model.embed_tokens.weight:
             module.weight.data = module.weight.data.t().contiguous().t()        # the same values
     return copy
 

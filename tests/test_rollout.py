@@ -17,6 +17,7 @@ import transformers
 import rollout as rollout_module
 from model import InputError, MiniMind, MiniMindConfig
 from rollout import (
+    FewRowsLinear,
     Rollout,
     batch_of_step,
     decode,
@@ -145,6 +146,15 @@ def test_under_bf16_autocast_the_sampler_and_the_scorer_stay_close(changes):
     off = (scored - r.per_token_logps)[r.completion_mask].abs()
     assert scored.dtype == torch.float32
     assert off.mean() < 0.01 and off.quantile(0.95) < 0.04 and (off.max() < 0.1 or changes is MOE)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 16), (0, 16), (64, 2, 16), (129, 16), (1, 300, 16)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_for_few_rows_is_a_linear_layer(shape, bias):
+    layer = torch.nn.Linear(16, 24, bias=bias)
+    expected = layer.double()(x := torch.randn(shape, dtype=torch.float64))
+    layer.__class__ = FewRowsLinear
+    assert torch.allclose(layer(x), expected, rtol=1e-12, atol=1e-12) and layer(x).shape == expected.shape
 
 
 def test_rollout_policy_is_a_copy_in_bf16_that_update_brings_up_to_date():
