@@ -326,9 +326,10 @@ def sample_tokens(logits, temperature, noise):
     it is some twenty times faster than torch.multinomial). The sum runs in fp64: in fp32 a large vocabulary's
     tail would vanish.
     """
-    logits = logits.float() / (temperature or 1.0)
+    logits = logits.float()
     if temperature == 0:
         return logits.argmax(dim=-1), logits.amax(dim=-1) - logits.logsumexp(dim=-1)
+    logits = logits / temperature
     top = logits.amax(dim=-1, keepdim=True)                                         # [n,1]
     cdf = torch.exp(logits - top).cumsum(dim=-1, dtype=torch.float64)               # [n,V], not normalised
     total = cdf[:, -1:]
@@ -418,19 +419,18 @@ def rollout_policy(model, dtype):
         if not model.config.score_head:
             untied = copy.lm_head.weight.detach().clone()
             copy.lm_head.weight = torch.nn.Parameter(untied, requires_grad=False)
-        for module in copy.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.to(dtype)
-        update_rollout_policy(copy, model)
     for module in copy.modules():
-        if not isinstance(module, torch.nn.Linear) or module.weight.device.type != "cpu":
+        if not isinstance(module, torch.nn.Linear):
             continue
-        if dtype == torch.bfloat16:
+        module.to(dtype)
+        on_cpu = module.weight.device.type == "cpu"
+        if on_cpu and dtype == torch.bfloat16:
             module.__class__ = FewRowsLinear
         # In fp32 a few rows times a weight are up to twice as fast if the weight lies in memory transposed.
         # Not a tied head: it is also the embedding, and that is read by rows.
-        elif module.weight is not copy.model.embed_tokens.weight:
+        elif on_cpu and module.weight is not copy.model.embed_tokens.weight:
             module.weight.data = module.weight.data.t().contiguous().t()        # the same values
+    update_rollout_policy(copy, model)
     return copy
 
 

@@ -160,11 +160,11 @@ def table(title, results, tokens, limit_seconds, args):
 # ---------------------------------------------------------------- the work, the same for all
 
 def make_config(args, hidden_size=None):
-    given = {"head_dim": args.head_dim, "intermediate_size": args.intermediate_size}
     return MiniMindConfig(
         vocab_size=args.vocab_size, hidden_size=hidden_size or args.hidden_size,
         num_hidden_layers=args.num_layers, num_attention_heads=args.num_heads,
-        num_key_value_heads=args.num_kv_heads, **{name: size for name, size in given.items() if size})
+        num_key_value_heads=args.num_kv_heads, head_dim=args.head_dim,
+        intermediate_size=args.intermediate_size)       # 0: the config's own rule
 
 
 def make_model(args, hidden_size=None):
