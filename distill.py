@@ -262,23 +262,23 @@ def main(argv=None):
     room = prompt_room(shorter, args.max_new_tokens)    # for the prompt of a row that the student completes
     longest = min(args.max_length, room if args.on_policy_fraction else shorter.max_position_embeddings)
     data, left_out = read_rows(args.data, tokenizer, longest, student.config.vocab_size)
-    test = read_eval_prompts(args.eval_data, tokenizer, room, student.config.vocab_size)
+    held_out = read_eval_prompts(args.eval_data, tokenizer, room, student.config.vocab_size)
     optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=args.weight_decay, fused=run.device.type == "cuda")
 
     # a new run, or the state of an old one; the weights to sample from; the forward pass that is trained
     size = f"{sum(p.numel() for p in teacher.parameters()) / 1e6:.2f}M" if teacher is not None else "none"
     start_step = run.begin(student, optimizer, COLUMNS, tokenizer.folder, (
-        f"teacher {size}; {len(data)} rows of {args.data} ({left_out} left out), {len(test)} held out of "
+        f"teacher {size}; {len(data)} rows of {args.data} ({left_out} left out), {len(held_out)} held out of "
         f"{args.eval_data or '-'}; {args.steps} steps of {args.batch_size}"))
-    sampler, forward = rollout_policy(student, run.dtype), run.trained(student)
+    sampler, forward = rollout_policy(student, run.dtype), run.wrap(student)
 
     def measure(temperature):
         with run.autocast():
-            return evaluate(sampler, tokenizer, test, max_new_tokens=args.max_new_tokens, seed=args.seed,
+            return evaluate(sampler, tokenizer, held_out, max_new_tokens=args.max_new_tokens, seed=args.seed,
                             temperature=temperature, rank=run.rank, world=run.world)
 
-    run.before_training(measure(1.0) if test and not run.eval_scores else "")   # a resumed run has them
+    run.before_training(measure(1.0) if held_out and not run.eval_scores else "")   # a resumed run has them
     for step in range(start_step + 1, args.steps + 1):
         run.begin_step(step)
         torch.manual_seed(rng_for(args.seed, step, "dropout", run.rank).initial_seed())
@@ -303,7 +303,7 @@ def main(argv=None):
         totals = torch.zeros(4, device=run.device)              # loss, ce, kl, aux
         parts = micro_batches([len(ids) for ids, _ in batch], args.micro_batch_tokens)
         for part in parts:
-            run.exchange_gradients(part is parts[-1])
+            run.sync_next_backward(part is parts[-1])
             ids, labels, mask = pad_right([batch[i] for i in part], run.device)         # [b,T]
             trained, labels = labels[:, 1:] != -100, labels[:, 1:]                      # [b,T-1]
             with run.autocast():
@@ -323,7 +323,7 @@ def main(argv=None):
             loss.backward()
             totals += torch.stack([loss.detach(), ce.detach() / tokens, kl.detach() / tokens, aux.detach()])
         grad_norm = torch.nn.utils.clip_grad_norm_(student.parameters(), args.grad_clip).item()
-        if run.all_finite(step, totals[0].item() + grad_norm):
+        if run.all_finite(step, totals[0].item(), grad_norm):
             optimizer.step()
 
         # the sampling weights are brought up to date
@@ -334,16 +334,16 @@ def main(argv=None):
             **dict(zip(("loss", "ce", "kl", "aux"), totals.tolist())), "on_policy": int(on_policy),
             "trained_tokens": run.world * tokens, "grad_norm": grad_norm},
             tokens=sum(len(ids) for ids, _ in batch))
-        measured = test and run.due(step, args.eval_interval)
+        measured = held_out and run.due(step, args.eval_interval)
         metrics["eval_accuracy"], metrics["eval_greedy"] = map(measure, (1.0, 0.0)) if measured else ("", "")
         samples = []
-        if test and run.is_main and run.due(step, args.sample_interval):
+        if held_out and run.is_main and run.due(step, args.sample_interval):
             with run.autocast():
-                samples = write_samples(sampler, tokenizer, test[:2], args.max_new_tokens,
+                samples = write_samples(sampler, tokenizer, held_out[:2], args.max_new_tokens,
                                         rng_for(args.seed, step, "samples"))
         run.log(step, metrics, ("loss", "ce", "kl", "eval_accuracy", "eval_greedy"), samples)
         run.save_if_due(step)
-    run.finish(f"{len(test)} prompts" if test else "")
+    run.finish(f"{len(held_out)} prompts" if held_out else "")
 
 
 if __name__ == "__main__":

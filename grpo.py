@@ -2,26 +2,27 @@
 
     python grpo.py                                            # the embedded task, minutes on a CPU
     python grpo.py --model DIR --data FILE.jsonl --eval_data HELD_OUT.jsonl --learning_rate 1e-6    # yours
-    torchrun --standalone --nproc_per_node=N grpo.py          # N processes, the same gradient
+    torchrun --standalone --nproc_per_node=N grpo.py          # N processes, the gradient of one
     python grpo.py --help                                     # every option
 
 One step:
 
     a batch of prompts -> num_generations completions each, with the log-prob of every sampled token (old)
     -> rewards, every term kept by name -> advantages inside each group -> reference log-probs (once)
-    -> num_iterations passes: log-probs (new), KL, loss, backward, clip, optimizer step
-    -> rollout weights brought up to date -> log, show samples, save
+    -> num_iterations passes, each of num_mini_batches optimizer steps: log-probs (new), KL, loss, backward in
+       micro-batches, clipping of the gradient's norm, step
+    -> the weights to sample from are brought up to date -> log, show samples, save
 
-Left out on purpose: a value network (the group mean is the baseline), token-level normalisation over the
-batch (Dr. GRPO, DAPO: the loss below is the mean over a completion's tokens, then over completions), and
-filtering of groups that all got the same reward (their advantage is 0; zero_std_fraction counts them).
+Left out on purpose: a value network (the group mean is the baseline); a mean over the batch's tokens (DAPO),
+or a constant divisor and no std (Dr. GRPO): the loss below is the mean over a completion's tokens, then over
+completions; filtering of groups that all got the same reward (advantage 0; zero_std_fraction counts them).
 
-Letters in shape comments: B prompts, G generations for each, N = B*G completions, R response length, n the
-rows of a micro-batch, M their valid tokens.
+Letters in shape comments: B prompts of this process, G generations for each, N = B*G completions, R response
+length, n the rows of a micro-batch, M their valid tokens.
 """
 import torch
 
-from reward import (TERM_NAMES, completion_texts, compute_rewards, evaluate, load_scorers, parse_weights,
+from reward import (TERM_NAMES, completion_texts, compute_rewards, evaluate, load_extra_terms, parse_weights,
                     reward_metrics)
 from rollout import (generate, packed_batches, per_token_logps, rollout_policy, score_rollout,
                      update_rollout_policy)
@@ -50,12 +51,13 @@ def token_kl(per_token_logps, ref_per_token_logps):
     estimate).
     """
     k = ref_per_token_logps - per_token_logps
-    return torch.expm1(k) - k       # expm1: exp(k) - 1 rounds to less than k for small k
+    return torch.expm1(k) - k       # exp(k) - 1 - k would round below 0 for small k
 
 
 def token_loss(per_token_logps, old_per_token_logps, advantages, epsilon):
-    """-min(ratio*A, clamp(ratio, 1-epsilon, 1+epsilon)*A) of each token, and where the clip cuts its gradient
-    off: A > 0 and ratio > 1+epsilon, or A < 0 and ratio < 1-epsilon. [N,R], [N,R], [N] -> [N,R], bool [N,R].
+    """-min(ratio*A, clamp(ratio, 1-epsilon, 1+epsilon)*A) of each token, and where the clip cuts off its
+    gradient (that of the KL still flows): A > 0 and ratio > 1+epsilon, or A < 0 and ratio < 1-epsilon.
+    [N,R], [N,R], [N] -> [N,R], bool [N,R].
     """
     A, ratio = advantages[:, None], torch.exp(per_token_logps - old_per_token_logps)        # [N,1], [N,R]
     clipped_ratio = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
@@ -116,16 +118,16 @@ def parse_args(argv=None):
     # the objective
     add("--epsilon", type=positive_float, default=0.2, help="the ratio is clipped to [1-epsilon, 1+epsilon]")
     add("--beta", type=non_negative, default=0.01, help="weight of the KL to the reference; 0 loads none")
-    add("--num_iterations", type=positive_int, default=2, help="passes over a rollout (mu); 1: ratio is 1")
+    add("--num_iterations", type=positive_int, default=2, help="passes over each rollout (mu)")
     add("--num_mini_batches", type=positive_int, default=1, help="optimizer steps in each pass")
-    add("--recompute_old", action="store_true", help="old log-probs from the scorer, not from the sampler")
+    add("--recompute_old", action="store_true", help="old log-probs by a forward pass, not as sampled")
     # the optimizer
     add("--learning_rate", type=positive_float, default=3e-4, help="peak; pretrained: try 1e-6")
     add("--lr_schedule", choices=("cosine", "constant"), default="cosine", help="cosine: to a tenth")
-    add("--warmup_steps", type=non_negative_int, default=5, help="steps of linear warm-up")
+    add("--warmup_steps", type=non_negative_int, default=5, help="steps (rollouts) of linear warm-up")
     add("--weight_decay", type=non_negative, default=0.0, help="AdamW's")
     add("--grad_clip", type=positive_float, default=1.0, help="largest gradient norm")
-    add("--micro_batch_tokens", type=positive_int, default=16384, help="tokens in a backward pass: memory")
+    add("--micro_batch_tokens", type=positive_int, default=16384, help="tokens in a forward pass: memory")
     # the run
     add("--eval_interval", type=positive_int, default=20, help="steps between held-out measurements")
     add("--sample_interval", type=positive_int, default=10, help="steps between printed completions")
@@ -142,6 +144,7 @@ def parse_args(argv=None):
 
 # ---------------------------------------------------------------- the run
 
+# of metrics.csv; further reward terms have theirs behind these
 COLUMNS = ("step", "eval_accuracy", "reward", *(f"reward_{name}" for name in TERM_NAMES), "accuracy", "kl",
            "clip_fraction", "ratio_mean", "ratio_min", "ratio_max", "entropy", "completion_length",
            "truncated_fraction", "zero_std_fraction", "loss", "grad_norm", "skipped_updates", "learning_rate",
@@ -152,44 +155,45 @@ SHOWN = ("reward", "accuracy", "eval_accuracy", "kl", "clip_fraction", "completi
 def main(argv=None):
     args = parse_args(argv)
     run, G = Run("grpo", args), args.num_generations
-    if args.batch_size // run.world * G % args.num_mini_batches:
-        raise InputError(f"--num_mini_batches {args.num_mini_batches} must divide the "
-                         f"{args.batch_size // run.world * G} completions of a process")
+    if (N := args.batch_size // run.world * G) % args.num_mini_batches:
+        raise InputError(f"--num_mini_batches {args.num_mini_batches} must divide the {N} completions of a "
+                         f"process")
 
     # rewards, policy, data, reference, optimizer
-    scorers = load_scorers(args.reward_model, args.reward_fn, args.reward_clip, run.device, run.dtype,
-                           args.micro_batch_tokens)
-    weights = parse_weights(args.reward_weights, (*TERM_NAMES, *scorers))
+    extra_terms = load_extra_terms(args.reward_model, args.reward_fn, args.reward_clip, run.device, run.dtype,
+                                   args.micro_batch_tokens)       # {name: function of prompts, texts}
+    weights = parse_weights(args.reward_weights, (*TERM_NAMES, *extra_terms))
     tokenizer = load_tokenizer(args.tokenizer or args.model)
-    policy = load_checkpoint(args.model).to(run.device).eval()      # no dropout: new would differ from old
+    policy = load_checkpoint(args.model).to(run.device).eval()      # dropout would make new differ from old
     longest = min(args.max_prompt_length, prompt_room(policy.config, args.max_new_tokens))
     reading = tokenizer, longest, policy.config.vocab_size, args.system, args.thinking_ratio
     train, left_out = read_prompts(args.data, *reading)
-    test = read_eval_prompts(args.eval_data, *reading)
+    held_out = read_eval_prompts(args.eval_data, *reading)
     reference = (rollout_policy(load_checkpoint(args.model).to(run.device), run.dtype).eval()
-                 .requires_grad_(False)) if args.beta > 0 else None
+                 if args.beta > 0 else None)            # the policy's start, never trained
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=args.weight_decay, fused=run.device.type == "cuda")
 
-    # a new run, or the state of an old one; the weights to sample from; the forward pass that is trained
-    columns = (*COLUMNS, *(f"reward_{name}" for name in scorers))
+    # a new run, or the state of an old one; then two more views of the policy: to sample, and to train
+    columns = (*COLUMNS, *(f"reward_{name}" for name in extra_terms))
     start_step = run.begin(policy, optimizer, columns, tokenizer.folder, (
         f"{len(train)} prompts of {args.data} ({left_out} too long, {sum(p.answer is None for p in train)} "
-        f"without an answer), {len(test)} held out of {args.eval_data or '-'}; {args.steps} steps of "
+        f"without an answer), {len(held_out)} held out of {args.eval_data or '-'}; {args.steps} steps of "
         f"{args.batch_size} x {G}"))
-    sampler, forward = rollout_policy(policy, run.dtype), run.trained(policy)
+    sampler = rollout_policy(policy, run.dtype)     # in fp32 the policy itself, in bf16 a copy of its weights
+    forward = run.wrap(policy)                      # the policy under DDP and torch.compile, where asked for
     scoring = args.temperature, args.micro_batch_tokens
 
     def measure():
         with run.autocast():
-            return evaluate(sampler, tokenizer, test, max_new_tokens=args.max_new_tokens, temperature=1.0,
+            return evaluate(sampler, tokenizer, held_out, max_new_tokens=args.max_new_tokens, temperature=1.0,
                             seed=args.seed, rank=run.rank, world=run.world)
 
-    run.before_training(measure() if test and not run.eval_scores else "")      # a resumed run has them
+    run.before_training(measure() if held_out and not run.eval_scores else "")  # a resumed run has its scores
     for step in range(start_step + 1, args.steps + 1):
         run.begin_step(step)
 
-        # a batch of prompts, and one number of noise for each token to sample: this process's share of both
+        # a batch of prompts, and a uniform number for each token to sample: drawn alike, then shared out
         batch = [train[i] for i in batch_of_step(step, args.batch_size, len(train), args.seed)]
         noise = torch.rand(len(batch) * G, args.max_new_tokens, dtype=torch.float64,
                            generator=rng_for(args.seed, step, "sampling"))
@@ -203,20 +207,20 @@ def main(argv=None):
 
         # rewards: every term by name, and their weighted sum
         texts, prompts = completion_texts(tokenizer, rollout), [p for p in batch for _ in range(G)]
-        extra_terms = {name: score(prompts, texts) for name, score in scorers.items()}
+        extra = {name: term(prompts, texts) for name, term in extra_terms.items()}
         rewards, terms = compute_rewards(texts, [p.answer for p in prompts], [p.text for p in prompts],
-                                         weights, extra_terms)                              # [N]
+                                         weights, extra)                                    # [N], on the CPU
 
         # advantages inside each group
         advantages = group_advantages(rewards, G).to(run.device)                            # [N]
 
-        # old and reference log-probs, once for each rollout: the passes below move the policy, not these
+        # old and reference log-probs, once for each rollout and without gradient
         with run.autocast():
             old = score_rollout(policy, rollout, *scoring) if args.recompute_old else rollout.per_token_logps
             ref = score_rollout(reference, rollout, *scoring) if reference is not None else None    # [N,R]
 
         # num_iterations passes: policy log-probs (new) -> KL -> loss -> backward -> clip -> optimizer step
-        stats, losses, grad_norms = [], [], []
+        stats, losses, grad_norms = [], [], []      # of each micro-batch; of each optimizer step
         for iteration in range(args.num_iterations):
             order = torch.randperm(len(mask), generator=rng_for(args.seed, step, "mini-batches", iteration))
             for mini_batch in order.view(args.num_mini_batches, -1).tolist():
@@ -224,39 +228,40 @@ def main(argv=None):
                 losses.append(0.0)
                 micro_batches = packed_batches(rollout, mini_batch, args.micro_batch_tokens)
                 for rows in micro_batches:
-                    run.exchange_gradients(rows is micro_batches[-1])
-                    with run.autocast():
+                    run.sync_next_backward(rows is micro_batches[-1])   # processes: once for each step
+                    with run.autocast():            # aux_loss: of a mixture of experts, else 0
                         new, aux_loss = per_token_logps(forward, *rollout.take(rows), args.temperature,
                                                         return_aux_loss=True)               # [n,R]
                     constants = (old[rows], ref[rows] if ref is not None else None, advantages[rows],
-                                 mask[rows], args.epsilon)
+                                 mask[rows], args.epsilon)           # no gradient flows into these
                     loss = aux_loss + grpo_loss(new, *constants, args.beta)
                     # a mean over the mini-batch's rows, in parts: their len(rows) / len(mini_batch) sum to 1
                     (loss * len(rows) / len(mini_batch)).backward()
                     losses[-1] += loss.item() * len(rows) / len(mini_batch)
                     stats.append(token_stats(new, *constants))
                 grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip).item())
-                if run.all_finite(step, losses[-1] + grad_norms[-1]):
+                if run.all_finite(step, losses[-1], grad_norms[-1]):    # else skipped by all, and counted
                     optimizer.step()
 
-        # the rollout weights are brought up to date
+        # the weights to sample from are brought up to date
         update_rollout_policy(sampler, policy)
 
         # log, show samples, save
         ratio, kl, is_clipped = torch.cat(stats, dim=1)         # of every valid token, in every pass
-        metrics = run.average({
+        metrics = run.average({     # over processes: a mean; the extremes; of tokens a mean over all tokens
             **reward_metrics(rewards, terms, G), **rollout.metrics(), "ratio_min": ratio.min().item(),
             "ratio_max": ratio.max().item(), "loss": sum(losses) / len(losses),
             "grad_norm": sum(grad_norms) / len(grad_norms)},
             tokens=mask.sum().item(), token_means={
                 "kl": kl.mean().item(), "clip_fraction": is_clipped.mean().item(),
-                "ratio_mean": ratio.mean().item(), "entropy": -rollout.per_token_logps[mask].mean().item()})
-        metrics["eval_accuracy"] = measure() if test and run.due(step, args.eval_interval) else ""
-        run.log(step, metrics, SHOWN, [
+                "ratio_mean": ratio.mean().item(),
+                "entropy": -rollout.per_token_logps[mask].mean().item()})   # an estimate, from the samples
+        metrics["eval_accuracy"] = measure() if held_out and run.due(step, args.eval_interval) else ""
+        run.log(step, metrics, SHOWN, [     # the first group's best and worst completion
             {"prompt": prompts[i].text, "completion": texts[i], **terms[i], "reward": rewards[i].item(),
              "advantage": advantages[i].item()} for i in (rewards[:G].argmax(), rewards[:G].argmin())])
         run.save_if_due(step)
-    run.finish(f"{len(test)} prompts, one sample each at temperature 1" if test else "")
+    run.finish(f"{len(held_out)} prompts, one sample each at temperature 1" if held_out else "")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ class MiniMindConfig:
     eos_token_id: int | list | None = 2
 
     def __post_init__(self):
-        for name, kind in self.__annotations__.items():
-            must, fits = KINDS[kind]
+        for name, field in self.__dataclass_fields__.items():
+            must, fits = KINDS[field.type]
             if not fits(getattr(self, name)):
                 raise ValueError(f"config: {name} must be {must}, not {getattr(self, name)!r}")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads

@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -54,7 +55,7 @@ def thinking_reward(completion, prompt="", low=20, high=300, good=1.0, bad=-0.5,
     return size + (once if completion.count("</think>") == 1 else -once)
 
 
-# A word; scripts written without spaces count by the character: Thai, kana, Han and extensions, Hangul.
+# Scripts written without spaces count by the character: Thai, kana, Han and extensions, Hangul.
 UNSPACED = ("\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
             "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff")
 WORD = re.compile(f"[{UNSPACED}]|[^\\W{UNSPACED}]+|[^\\w\\s]")
@@ -172,9 +173,8 @@ def reward_model_scores(model, tokenizer, conversations, token_budget=16384):
     `model` has a score head, `tokenizer` is its own, with its template.
     """
     rows = [render_chat(tokenizer, messages, add_generation_prompt=False)[1] for messages in conversations]
-    longest, positions = max(map(len, rows)), model.config.max_position_embeddings
-    if longest > positions:
-        raise InputError(f"--reward_model: {longest} tokens exceed its max_position_embeddings {positions}")
+    if (longest := max(map(len, rows))) > (most := model.config.max_position_embeddings):
+        raise InputError(f"--reward_model: {longest} tokens exceed its max_position_embeddings {most}")
     device, scores = next(model.parameters()).device, torch.zeros(len(rows))
     for part in micro_batches([len(ids) for ids in rows], token_budget):
         T = max(len(rows[i]) for i in part)
@@ -185,8 +185,7 @@ def reward_model_scores(model, tokenizer, conversations, token_budget=16384):
     return scores
 
 
-def user_error(error, file):
-    """An error that a user's own file raised, with the last line of that file that it passed through."""
+def user_error(error, file):    # with the last line of the user's file that it passed through
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return (f"{file}:{lines[-1]}: " if lines else "") + f"{type(error).__name__}: {error}"
 
@@ -196,6 +195,7 @@ def load_reward_fn(where):
     answers) if its second parameter is called so -> score(prompts, completions) -> N numbers.
     """
     file, _, name = where.rpartition(":")
+    file = str(Path(file).resolve())
     try:
         module = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("fn", file))
         spec.loader.exec_module(module)
@@ -217,12 +217,12 @@ def load_reward_fn(where):
     return score
 
 
-def load_scorers(reward_model, reward_fn, clip, device, dtype, token_budget):
+def load_extra_terms(reward_model, reward_fn, clip, device, dtype, token_budget):
     """The terms that --reward_model and --reward_fn ask for, by name: functions of N Prompts and N
     completions that give N numbers. The reward model reads the messages and the answer, without the think
     block.
     """
-    scorers = {}
+    terms = {}
     if reward_model:
         tokenizer = load_tokenizer(reward_model)
         model = rollout_policy(load_checkpoint(reward_model, score_head=True).to(device), dtype).eval()
@@ -234,7 +234,7 @@ def load_scorers(reward_model, reward_fn, clip, device, dtype, token_budget):
                 scores = reward_model_scores(model, tokenizer, conversations, token_budget)
             return scores.clamp(-clip, clip).tolist()       # a NaN stays one, and is refused by name
 
-        scorers["model"] = by_model
+        terms["model"] = by_model
     if reward_fn:
-        scorers["fn"] = load_reward_fn(reward_fn)
-    return scorers
+        terms["fn"] = load_reward_fn(reward_fn)
+    return terms

@@ -231,8 +231,8 @@ def rows_up_to(step, folder):
 # ---------------------------------------------------------------- the run
 
 class Run:
-    """What a training loop stands on. In the order of use: begin, trained, before_training; in every step
-    begin_step, share, exchange_gradients, all_finite, average, log, save_if_due; at last finish.
+    """What a training loop stands on. In the order of use: begin, wrap, before_training; in every step
+    begin_step, share, sync_next_backward, all_finite, average, log, save_if_due; at last finish.
 
     rank, world: this process and how many there are; is_main: it writes the files. device, dtype: where and
     in which precision forward passes run. eval_scores: held-out accuracy "before" training, and the "best".
@@ -285,7 +285,7 @@ class Run:
         self.stop_signal = catch_signals()
         return self.start_step
 
-    def trained(self, model):
+    def wrap(self, model):
         """The model as the trained forward pass calls it: compiled if asked for, and on several processes
         inside the wrapper that averages the gradients.
         """
@@ -295,7 +295,7 @@ class Run:
             model = self.ddp = DistributedDataParallel(model, index)
         return torch.compile(model, dynamic=True) if self.args.compile else model
 
-    def exchange_gradients(self, now):
+    def sync_next_backward(self, now):
         """Whether the next backward pass averages the gradients over the processes. They do so once for each
         optimizer step, in its last micro-batch. Nothing on one process.
         """
@@ -313,11 +313,11 @@ class Run:
         """This process's rows of a batch that every process has drawn alike: the rank-th of equal parts."""
         return rows[self.rank * len(rows) // self.world:(self.rank + 1) * len(rows) // self.world]
 
-    def all_finite(self, step, value):
-        """Whether `value` (of loss and gradient norm) is finite on every process: only then the optimizer may
-        step, weights are never touched by a NaN. Ten in a row that are not end the run.
+    def all_finite(self, step, loss, grad_norm):
+        """Whether loss and gradient norm are finite on every process: only then the optimizer may step,
+        weights are never touched by a NaN. Ten updates in a row that are not end the run.
         """
-        finite = math.isfinite(all_reduce([value])[0])
+        finite = math.isfinite(all_reduce([loss + grad_norm])[0])
         self.bad_updates = 0 if finite else self.bad_updates + 1
         self.skipped_updates += not finite
         if self.bad_updates == 10:

@@ -6,9 +6,11 @@ import pytest
 import torch
 import transformers
 
-from model import InputError, load_checkpoint, save_checkpoint
-from reward import TERMS, compute_rewards, load_scorers, parse_weights, reward_model_scores
-from rollout import Prompt, load_tokenizer
+from reward import TERM_NAMES, compute_rewards, load_extra_terms, parse_weights, reward_model_scores
+from support import InputError
+from support.chat import load_tokenizer
+from support.checkpoint import load_checkpoint, save_checkpoint
+from support.prompts import Prompt
 from test_model import close, randomize
 
 BASE = Path(__file__).parent.parent / "data/arithmetic/base"
@@ -82,8 +84,17 @@ def test_language_and_reward_models_are_not_taken_for_each_other(tmp_path):
 
 def test_a_classifier_with_two_labels_is_refused(tmp_path):
     reward_folder(tmp_path, "Qwen3", num_labels=2)
-    with pytest.raises(InputError, match=r"score.weight has shape \[2, 32\]"):
+    with pytest.raises(InputError, match=r"size mismatch for score.weight: .*\[2, 32\].*\[1, 32\]"):
         load_checkpoint(tmp_path, score_head=True)
+
+
+def test_a_conversation_longer_than_the_reward_models_positions_is_an_input_error(tmp_path):
+    reward_folder(tmp_path, "Qwen3", max_position_embeddings=30)
+    model, chat = load_checkpoint(tmp_path, score_head=True).eval(), load_tokenizer(tmp_path)
+    longest = max(map(len, rendered(CONVERSATIONS)))
+    with pytest.raises(InputError, match=f"{longest} tokens exceed its max_position_embeddings 30") as error:
+        reward_model_scores(model, chat, CONVERSATIONS)
+    assert len(str(error.value).splitlines()) == 1
 
 
 # ---------------------------------------------------------------- the terms
@@ -94,7 +105,7 @@ COMPLETIONS = ["thinking</think>\n\n7", "another thought</think>7", "no end of i
 
 
 def scorers(reward_model="", reward_fn="", clip=3.0):
-    return load_scorers(str(reward_model), reward_fn, clip, "cpu", torch.float32, 1000)
+    return load_extra_terms(str(reward_model), reward_fn, clip, "cpu", torch.float32, 1000)
 
 
 def test_the_model_reads_the_messages_without_the_think_block(tmp_path):
@@ -117,12 +128,13 @@ def test_a_score_that_is_not_a_number_is_refused_by_name(tmp_path):
     with torch.no_grad():
         hf.score.weight.fill_(float("nan"))
         hf.save_pretrained(tmp_path)
-    further = {"model": scorers(tmp_path)["model"](PROMPTS, COMPLETIONS)}
+    extra_terms = {"model": scorers(tmp_path)["model"](PROMPTS, COMPLETIONS)}
     with pytest.raises(InputError, match="'model' is nan for the completion 'thinking"):
-        compute_rewards(COMPLETIONS, ["7"] * 3, [OPEN] * 3, None, further)
+        compute_rewards(COMPLETIONS, ["7"] * 3, [OPEN] * 3, None, extra_terms)
 
 
-FUNCTIONS = '''
+FUNCTIONS = '''import json
+
 def length(messages, completion, answer):
     assert messages == [{"role": "user", "content": "3 + 4"}] and answer == "7"
     return len(completion) / 100
@@ -136,6 +148,9 @@ def fails(messages, completion, answer):
 
 def fail(messages, completions, answers):
     return [1 / c.count("</think>") for c in completions]
+
+def deep(messages, completions, answers):
+    return json.loads(answers[0] + "}")
 
 def too_few(messages, completions, answers):
     return [1.0]
@@ -155,7 +170,7 @@ def functions(tmp_path):
 def test_a_function_of_ones_own_is_one_more_term(name, functions):
     values = scorers(reward_fn=f"{functions}:{name}")["fn"](PROMPTS, COMPLETIONS)
     assert values == [0.19, 0.24, 0.12]
-    names = (*TERMS, "fn")
+    names = (*TERM_NAMES, "fn")
     plain, _ = compute_rewards(COMPLETIONS, ["7"] * 3, [OPEN] * 3)
     rewards, terms = compute_rewards(COMPLETIONS, ["7"] * 3, [OPEN] * 3, parse_weights("fn=10", names),
                                      {"fn": values})
@@ -163,20 +178,61 @@ def test_a_function_of_ones_own_is_one_more_term(name, functions):
     assert [row["fn"] for row in terms] == values and tuple(terms[0]) == names
 
 
-@pytest.mark.parametrize("name, message", [
-    ("fails", "ZeroDivisionError: division by zero, for the completion 'no end of it'"),
-    ("fail", "ZeroDivisionError: division by zero, for the completion 'no end of it'"),
-    ("too_few", "1 values for 3 completions"), ("absent", "no attribute 'absent'")])
-def test_an_error_in_it_names_the_completion(name, message, functions):
+def line_of(text):
+    """The number of the one line of FUNCTIONS that holds this."""
+    numbers = [number for number, line in enumerate(FUNCTIONS.splitlines(), 1) if text in line]
+    assert len(numbers) == 1
+    return numbers[0]
+
+
+@pytest.mark.parametrize("name, line, message", [
+    ("fails", "return 1 / completion.count", "ZeroDivisionError: division by zero"),
+    ("fail", "return [1 / c.count", "ZeroDivisionError: division by zero"),
+    ("deep", "return json.loads", "JSONDecodeError: Extra data"),           # raised in a library: its caller
+])
+def test_an_error_in_it_is_shown_with_the_line_of_the_users_own_file(name, line, message, functions):
+    score = scorers(reward_fn=f"{functions}:{name}")["fn"]
+    with pytest.raises(InputError) as error:
+        score(PROMPTS, COMPLETIONS)
+    assert str(error.value).startswith(f"--reward_fn {functions}:{name}: "
+                                       f"{functions}:{line_of(line)}: {message}")
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["fails", "fail"])
+def test_the_line_is_shown_for_a_relative_path_too(name, functions, monkeypatch):
+    monkeypatch.chdir(Path(functions).parent)
+    with pytest.raises(InputError, match=r"mine\.py:\d+: ZeroDivisionError: division by zero"):
+        scorers(reward_fn=f"mine.py:{name}")["fn"](PROMPTS, COMPLETIONS)
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("x = 1\n\ny = x / 0\n", "{}:3: ZeroDivisionError: division by zero"),
+    ("def f(messages, completion, answer):\n    return absent\n\nf(1, 2, 3)\n", "{}:2: NameError: name 'abs"),
+    ("import no_such_module\n", "{}:1: ModuleNotFoundError: "),
+    ("x = 1\nx = = 2\n", "SyntaxError: invalid syntax (mine.py, line 2)"),
+], ids=["division", "name", "import", "syntax"])
+def test_an_error_while_the_file_is_loaded_is_shown_with_its_line(text, shown, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(InputError) as error:
+        scorers(reward_fn=f"{file}:f")
+    assert str(error.value).startswith(f"--reward_fn {file}:f: must be FILE.py:FUNCTION")
+    assert f"({shown.format(file)}" in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name, message", [("too_few", "1 values for 3 completions"),
+                                           ("absent", "no attribute 'absent'")])
+def test_too_few_values_or_no_such_function_are_refused_by_name(name, message, functions):
     with pytest.raises(InputError, match=message) as error:
         scorers(reward_fn=f"{functions}:{name}")["fn"](PROMPTS, COMPLETIONS)
-    assert functions in str(error.value)
+    assert f"{functions}:{name}" in str(error.value)
 
 
 def test_what_is_no_number_or_no_file_is_refused(functions, tmp_path):
-    further = {"fn": scorers(reward_fn=f"{functions}:words")["fn"](PROMPTS, COMPLETIONS)}
+    extra_terms = {"fn": scorers(reward_fn=f"{functions}:words")["fn"](PROMPTS, COMPLETIONS)}
     with pytest.raises(InputError, match="'fn' is 'good', not a number, for the completion 'thinking"):
-        compute_rewards(COMPLETIONS, ["7"] * 3, [OPEN] * 3, None, further)
+        compute_rewards(COMPLETIONS, ["7"] * 3, [OPEN] * 3, None, extra_terms)
     for where in (f"{tmp_path}/nowhere.py:f", "nothing", f"{tmp_path}:f"):
         with pytest.raises(InputError, match="FILE.py:FUNCTION"):
             scorers(reward_fn=where)

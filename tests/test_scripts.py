@@ -14,24 +14,23 @@ import torch
 import cispo
 import distill
 import grpo
-from model import InputError, load_checkpoint, run_script
+from support import InputError
+from support.checkpoint import load_checkpoint
+from support.run import run_script
 
 MAIN = {"grpo.py": grpo.main, "cispo.py": cispo.main, "distill.py": distill.main}
 ROOT = Path(__file__).resolve().parent.parent
 BASE, TEACHER = ROOT / "data/arithmetic/base", ROOT / "data/arithmetic/teacher"
 RL = ["--steps", "2", "--batch_size", "3", "--num_generations", "4", "--max_new_tokens", "24",
-      "--eval_interval", "2",
-      "--sample_interval", "1", "--warmup_steps", "0", "--device", "cpu"]
+      "--eval_interval", "2", "--sample_interval", "1", "--warmup_steps", "0", "--device", "cpu"]
 DISTILL = ["--steps", "2", "--batch_size", "6", "--max_new_tokens", "24", "--eval_interval", "2",
-           "--hidden_size", "32",
-           "--num_hidden_layers", "2", "--warmup_steps", "0", "--device", "cpu"]
+           "--hidden_size", "32", "--num_hidden_layers", "2", "--warmup_steps", "0", "--device", "cpu"]
 
 
 def run(script, *options, cwd=ROOT):
     """Run a script of the repository -> finished process with its output as text."""
     return subprocess.run([sys.executable, str(ROOT / script), *map(str, options)], cwd=cwd,
-                          capture_output=True,
-                          text=True, timeout=200)
+                          capture_output=True, text=True, timeout=200)
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +64,12 @@ def few(tmp_path_factory):
 
 def rl(script, few, out, *options):
     call(script, *RL, "--data", few / "train.jsonl", "--eval_data", few / "test.jsonl", "--out_dir", out,
-              *options)
+         *options)
 
 
 def distil(few, out, *options):
     call("distill.py", *DISTILL, "--data", few / "sft.jsonl", "--eval_data", few / "test.jsonl",
-              "--out_dir", out,
-              *options)
+         "--out_dir", out, *options)
 
 
 def moved(before, after):
@@ -91,10 +89,9 @@ def test_rl_script_trains_logs_and_saves(script, few, tmp_path):
     assert [r["step"] for r in rows] == ["0", "1", "2"]
     assert rows[0]["eval_accuracy"] and not rows[1]["eval_accuracy"] and rows[2]["eval_accuracy"]
     for name in ("reward", "reward_answer", "reward_length", "reward_thinking", "reward_repetition",
-                 "accuracy", "kl",
-                 "clip_fraction", "ratio_mean", "ratio_min", "ratio_max", "entropy", "completion_length",
-                 "truncated_fraction", "zero_std_fraction", "loss", "grad_norm", "skipped_updates",
-                 "learning_rate", "tokens_per_second", "seconds"):
+                 "accuracy", "kl", "clip_fraction", "ratio_mean", "ratio_min", "ratio_max", "entropy",
+                 "completion_length", "truncated_fraction", "zero_std_fraction", "loss", "grad_norm",
+                 "skipped_updates", "learning_rate", "tokens_per_second", "seconds"):
         assert all(math.isfinite(float(r[name])) for r in rows[1:]), name
     assert all(float(r["kl"]) >= 0 and 0 <= float(r["clip_fraction"]) <= 1 for r in rows[1:])
     assert float(rows[1]["ratio_min"]) < 1 < float(rows[1]["ratio_max"])  # the 2nd pass: policy moved
@@ -126,8 +123,7 @@ def test_bf16_autocast_runs_and_keeps_one_precision_path(few, tmp_path):
 
 def test_mini_batches_micro_batches_recomputed_old_and_no_reference(few, tmp_path):
     rl("cispo.py", few, tmp_path / "run", "--num_mini_batches", "2", "--micro_batch_tokens", "100",
-       "--recompute_old",
-       "--beta", "0", "--lr_schedule", "constant")
+       "--recompute_old", "--beta", "0", "--lr_schedule", "constant")
     rows = metrics_of(tmp_path / "run")
     assert all(float(r["kl"]) == 0 for r in rows[1:])
 
@@ -153,13 +149,11 @@ def test_runs_without_out_dir_take_the_next_free_folder(few, tmp_path):
         assert (tmp_path / folder / "checkpoint/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("options", [["--alpha", "1"], ["--alpha", "0"], ["--alpha", "0.5", "--temperature",
-                                                                          "2"],
-                                     ["--alpha", "0", "--on_policy_fraction", "0.5"], ["--divergence",
-                                                                                       "reverse"],
-                                     ["--divergence", "jsd", "--jsd_weight", "0.3"], ["--use_moe"],
-                                     ["--dtype", "bfloat16"], ["--student", str(BASE)],
-                                     ["--micro_batch_tokens", "120"]], ids=" ".join)
+@pytest.mark.parametrize("options", [
+    ["--alpha", "1"], ["--alpha", "0"], ["--alpha", "0.5", "--temperature", "2"],
+    ["--alpha", "0", "--on_policy_fraction", "0.5"], ["--divergence", "reverse"],
+    ["--divergence", "jsd", "--jsd_weight", "0.3"], ["--use_moe"], ["--dtype", "bfloat16"],
+    ["--student", str(BASE)], ["--micro_batch_tokens", "120"]], ids=" ".join)
 def test_every_mode_of_distill_trains_the_student_and_not_the_teacher(options, few, tmp_path):
     teacher = (TEACHER / "model.safetensors").read_bytes()
     distil(few, tmp_path / "long", *options)
@@ -170,8 +164,7 @@ def test_every_mode_of_distill_trains_the_student_and_not_the_teacher(options, f
     kls, aux = [float(r["kl"]) for r in rows[1:]], [float(r["aux"]) for r in rows[1:]]
     assert all(k > 0 for k in kls) if options[:2] != ["--alpha", "1"] else kls == [0, 0]
     assert all(a > 0 for a in aux) if "--use_moe" in options else aux == [0, 0]
-    assert [r["on_policy"] for r in rows[1:]] == (["0", "1"] if "--on_policy_fraction" in options else ["0",
-                                                                                                        "0"])
+    assert [r["on_policy"] for r in rows[1:]] == ["0", "1" if "--on_policy_fraction" in options else "0"]
     distil(few, tmp_path / "short", *options, "--steps", "1")
     assert moved(tmp_path / "short/checkpoint", tmp_path / "long/checkpoint") > 1e-6
     assert (TEACHER / "model.safetensors").read_bytes() == teacher

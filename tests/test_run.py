@@ -1,16 +1,17 @@
-"""What happens to a run that is interrupted, killed, short of disk, fed with bad numbers, or spread over
-processes.
+"""What a run stands on: randomness by seed and step, shares and means of processes. And what happens to one
+that is interrupted, killed, short of disk, fed with bad numbers, or spread over processes.
 """
 import csv
-import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,17 +21,131 @@ import torch
 import cispo
 import distill
 import grpo
-import model as model_module
-from model import (InputError, MiniMind, MiniMindConfig, load_checkpoint, load_run, save_checkpoint, save_run)
-from rollout import load_tokenizer, read_prompts
-from tools import memory
+from model import MiniMind, MiniMindConfig
+from support import InputError
+from support.chat import load_tokenizer
+from support.checkpoint import load_checkpoint, save_checkpoint
+from support.prompts import read_prompts, read_rows
+from support.run import Run, batch_of_step, load_run, rng_for, run_script, save_run
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "data/arithmetic/base"
 ARGS = grpo.parse_args([])
 SCRIPTS = {"grpo": grpo, "cispo": cispo, "distill": distill}
 
+
+# ---------------------------------------------------------------- randomness
+
+@pytest.mark.parametrize("rows, batch_size", [(12, 4), (12, 5), (7, 3), (5, 5), (3, 8), (10, 1)])
+def test_batches_cover_each_row_once_an_epoch_and_depend_on_the_step_alone(rows, batch_size):
+    def batch(step, seed=1):
+        return batch_of_step(step, batch_size, rows, seed)
+
+    steps = 2 * rows
+    stream = [i for step in range(1, steps + 1) for i in batch(step)]
+    epochs = [stream[i:i + rows] for i in range(0, len(stream), rows)]
+    assert len(stream) == steps * batch_size and all(sorted(e) == list(range(rows)) for e in epochs)
+    assert len(set(map(tuple, epochs))) > 1                         # shuffled anew
+    for step in reversed(range(1, steps + 1)):                      # in any order, whatever ran before
+        torch.rand(step)
+        assert batch(step) == stream[(step - 1) * batch_size:step * batch_size]
+    assert [batch(s, seed=2) for s in range(1, 20)] != [batch(s) for s in range(1, 20)]
+
+
+def purposes_of(script):
+    """What a script and the two modules that draw for it name in their calls of rng_for."""
+    return {name for file in (f"{script}.py", "reward.py", "support/run.py")
+            for name in re.findall(r'rng_for\([^)"]*"([^"]+)"', (ROOT / file).read_text())}
+
+
+@pytest.mark.parametrize("script", ["grpo", "cispo", "distill"])
+def test_every_use_of_randomness_has_a_stream_of_its_own(script):
+    """A pass over the rollout and a process count on from their purpose's number; the others have one use."""
+    assert purposes_of(script) == {"sampling", "data order", "evaluation"} | (
+        {"samples", "dropout"} if script == "distill" else {"mini-batches"})
+    uses = [(purpose, index) for purpose in purposes_of(script)
+            for index in (range(12) if purpose in ("mini-batches", "dropout") else [0])]
+    draws = {(seed, step, *use): torch.rand(1, generator=rng_for(seed, step, *use)).item()
+             for seed in (0, 1, 11) for step in (0, 1, 11) for use in uses}
+    assert len(set(draws.values())) == 9 * len(uses) >= 27
+    assert draws[1, 11, "sampling", 0] == torch.rand(1, generator=rng_for(1, 11, "sampling")).item()
+
+
+def test_a_stream_is_a_function_of_seed_step_and_number_so_that_an_old_run_goes_on_alike():
+    for purpose, index, stream in (("sampling", 0, 0), ("data order", 0, 1), ("evaluation", 0, 2),
+                                   ("mini-batches", 4, 7), ("samples", 0, 3), ("dropout", 2, 11)):
+        seed = random.Random(f"5/17/{stream}").getrandbits(63)
+        expected = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(torch.rand(3, generator=rng_for(5, 17, purpose, index)), expected)
+
+
+# ---------------------------------------------------------------- shares, means and turns of a Run
+
+def run_of(rank=0, world=1, *more):
+    """A Run of grpo as process `rank` of `world` sees it, without any process."""
+    run = Run("grpo", grpo.parse_args(["--device", "cpu", *more]))
+    run.rank, run.world = rank, world
+    return run
+
+
+def test_three_processes_share_six_rows_in_order():
+    rows, tensor = list("abcdef"), torch.arange(12).view(6, 2)
+    assert [run_of(rank, 3).share(rows) for rank in range(3)] == [["a", "b"], ["c", "d"], ["e", "f"]]
+    shares = [run_of(rank, 3).share(tensor) for rank in range(3)]
+    assert torch.equal(torch.cat(shares), tensor) and {len(s) for s in shares} == {2}
+    assert run_of().share(rows) == rows
+
+
+def test_on_one_process_metrics_are_its_own(monkeypatch):
+    run = run_of()
+    run.skipped_updates, run.learning_rate, run.step_began = 2, 1e-3, 98.0
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    assert run.average({"reward": 1.5, "ratio_min": 0.5, "ratio_max": 1.5}, 30, {"kl": 0.1}) == {
+        "reward": 1.5, "ratio_min": 0.5, "ratio_max": 1.5, "kl": 0.1, "skipped_updates": 2.0,
+        "learning_rate": 1e-3, "tokens_per_second": 15.0}
+
+
+def test_metrics_of_two_processes_by_hand(monkeypatch):
+    """Two threads stand for the processes and meet in all_reduce. Over 30 and 10 tokens kl is .1 and .5: the
+    mean over all forty is (3 + 5) / 40 = .2. Forty tokens in two seconds are 20 a second.
+    """
+    parts, meet, results = [None, None], threading.Barrier(2, timeout=20), [None, None]
+    reduce = {"SUM": sum, "MIN": min, "MAX": max}
+
+    def all_reduce(values, op="SUM"):
+        parts[int(threading.current_thread().name)] = [float(v) for v in values]
+        meet.wait()
+        result = [reduce[op](pair) for pair in zip(*parts, strict=True)]
+        meet.wait()
+        return result
+
+    def process(rank, metrics, tokens, kl):
+        run = run_of(rank, 2)
+        run.skipped_updates, run.learning_rate, run.step_began = 1, 1e-3, 98.0
+        results[rank] = run.average(metrics, tokens, {"kl": kl})
+
+    monkeypatch.setattr("support.run.all_reduce", all_reduce)
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    given = [({"reward": 1.0, "ratio_min": 0.5, "ratio_max": 1.2, "loss": -1.0}, 30, 0.1),
+             ({"reward": 2.0, "ratio_min": 0.7, "ratio_max": 1.5, "loss": 2.0}, 10, 0.5)]
+    threads = [threading.Thread(target=process, name=str(i), args=(i, *given[i])) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == results[1] == pytest.approx({
+        "reward": 1.5, "ratio_min": 0.5, "ratio_max": 1.5, "loss": 0.5, "kl": 0.2, "skipped_updates": 1.0,
+        "learning_rate": 1e-3, "tokens_per_second": 20.0})
+
+
+def test_a_turn_is_due_every_interval_and_at_the_last_step():
+    run = run_of(0, 1, "--steps", "10")
+    assert [step for step in range(1, 11) if run.due(step, 4)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if run.due(step, 5)] == [5, 10]
+    assert [step for step in range(1, 11) if run.due(step, 99)] == [10]
+
+
+# ---------------------------------------------------------------- resume
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
@@ -38,8 +153,8 @@ def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     model = MiniMind(MiniMindConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1,
-                                    num_attention_heads=2,
-                                    num_key_value_heads=1, max_position_embeddings=128))
+                                    num_attention_heads=2, num_key_value_heads=1,
+                                    max_position_embeddings=128))
     save_checkpoint(model, folder / "model", BASE)
     for name, count in (("train", 9), ("test", 8), ("sft", 18)):
         lines = (ROOT / f"data/arithmetic/{name}.jsonl").read_text().splitlines(keepends=True)
@@ -56,8 +171,7 @@ def options(script, tiny, out, *more):
               "--max_new_tokens", 6, "--micro_batch_tokens", 90, "--device", "cpu", *more]
     if script == "distill":
         common += ["--teacher", tiny / "model", "--data", tiny / "sft.jsonl", "--hidden_size", 16,
-                   "--batch_size",
-                   6, "--num_hidden_layers", 1, "--on_policy_fraction", 0.5, "--alpha", 0.3]
+                   "--batch_size", 6, "--num_hidden_layers", 1, "--on_policy_fraction", 0.5, "--alpha", 0.3]
     else:
         common += ["--model", tiny / "model", "--data", tiny / "train.jsonl", "--batch_size", 3,
                    "--num_generations", 2, "--beta", 0.05]
@@ -80,7 +194,7 @@ class StopAt:
 
 def run_until(script, argv, stop_after, monkeypatch):
     """Run in this process; `stop_after` steps later Ctrl-C arrives (None: never). Returns the exit status."""
-    monkeypatch.setattr(SCRIPTS[script], "catch_signals", lambda: StopAt(stop_after) if stop_after else [])
+    monkeypatch.setattr("support.run.catch_signals", lambda: StopAt(stop_after) if stop_after else [])
     try:
         SCRIPTS[script].main(argv)
     except SystemExit as e:
@@ -171,10 +285,12 @@ def test_resume_restores_a_checkpoint_that_a_kill_left_out_and_keeps_samples(tin
     assert (out / "samples.jsonl").read_text() == samples
 
 
+# ---------------------------------------------------------------- signals, kill -9, a full disk
+
 def start(script, argv):
     return subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *argv], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ,
-                                                                                 "OMP_NUM_THREADS": "1"})
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -204,9 +320,7 @@ def fork(work):
 
 
 def test_kill_9_while_saving_leaves_a_checkpoint_and_a_state_that_load(tmp_path):
-    """At random moments of a loop that does nothing but save; `KILLS=50 python -m pytest -k kill_9` for
-    more.
-    """
+    """At random moments of a loop that only saves; `KILLS=50 python -m pytest -k kill_9` for more."""
     model = MiniMind(MiniMindConfig(vocab_size=320, hidden_size=128, num_hidden_layers=2))
     optimizer = torch.optim.AdamW(model.parameters())
     save_run(tmp_path, "grpo", model, optimizer, 0, {}, BASE, ARGS)
@@ -254,15 +368,13 @@ def test_a_full_disk_ends_in_one_line_and_keeps_the_last_checkpoint(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))            # nothing left that keeps the disk full
 
 
-def test_a_folder_that_cannot_be_written_or_has_no_room_is_refused_before_training(tiny, tmp_path,
-                                                                                   monkeypatch):
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tiny, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         run_until("grpo", options("grpo", tiny, tmp_path / "file/run"), None, monkeypatch)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(InputError, match="0 MiB free"):
-        run_until("grpo", options("grpo", tiny, tmp_path / "run"), None, monkeypatch)
 
+
+# ---------------------------------------------------------------- numbers that are none
 
 def spoil(monkeypatch, bad_calls):
     """Let grpo_loss give NaN in these of its calls (counted from 1)."""
@@ -298,12 +410,13 @@ def test_a_nan_reward_ends_the_run_before_any_update(tiny, tmp_path, monkeypatch
         run_until("grpo", options("grpo", tiny, tmp_path / "run"), None, monkeypatch)
 
 
+# ---------------------------------------------------------------- compiled, and on several processes
+
 def torchrun(script, argv, processes):
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
          str(ROOT / f"{script}.py"), *argv], cwd=ROOT, capture_output=True, text=True, timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return done
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -364,6 +477,14 @@ def test_a_process_that_fails_ends_the_whole_run_with_its_message(tiny, tmp_path
     assert done.returncode != 0 and "--batch_size 3 must be a multiple of the 2 processes" in done.stderr
 
 
+def test_out_of_gpu_memory_says_what_to_lower(monkeypatch, capsys):
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    with pytest.raises(SystemExit) as end:
+        run_script(main, "grpo.py", lambda: grpo.parse_args(["--micro_batch_tokens", "77"]))
+    assert end.value.code == 2 and "--micro_batch_tokens first (now 77)" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- fuzz
 
 def mutate(data, rng):
@@ -409,7 +530,7 @@ def test_two_thousand_mutations_end_in_success_or_one_line(name, count, tiny, tm
     path = folder / name if name.endswith("jsonl") else folder / "model" / name
     pristine = path.read_bytes()
     check = {"train.jsonl": lambda: read_prompts(path, chat, 100, 320),
-             "sft.jsonl": lambda: distill.read_rows(path, chat, 100, 320),
+             "sft.jsonl": lambda: read_rows(path, chat, 100, 320),
              "config.json": lambda: load_checkpoint(folder / "model")}.get(name)
     if name == "model.safetensors":     # the header: eight bytes of length, then JSON
         header = pristine[:8 + int.from_bytes(pristine[:8], "little")]
@@ -440,37 +561,3 @@ def test_nothing_in_a_state_file_is_executed(tiny, tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
         load_run(tmp_path, "grpo", model, torch.optim.AdamW(model.parameters()), ARGS)
     assert not (tmp_path / "exploded").exists()
-
-
-def test_a_chat_template_cannot_reach_out_of_its_sandbox(tmp_path):
-    shutil.copytree(BASE, tmp_path / "model")
-    config = json.loads((BASE / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(config))
-    chat = load_tokenizer(tmp_path / "model")
-    with pytest.raises(InputError, match="chat template"):
-        read_prompts(ROOT / "data/arithmetic/test.jsonl", chat, 100, 320)
-
-
-def test_out_of_gpu_memory_says_what_to_lower(monkeypatch, capsys):
-    def main():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    with pytest.raises(SystemExit) as end:
-        model_module.run_script(main, "grpo.py", lambda: grpo.parse_args(["--micro_batch_tokens", "77"]))
-    assert end.value.code == 2 and "--micro_batch_tokens first (now 77)" in capsys.readouterr().err
-
-
-def test_the_memory_estimate_adds_up_by_hand():
-    """A model of 320 x 32 embedding (tied), one layer without rows or logits worth counting: the fixed part
-    is 16 bytes a parameter (weights, gradient, two moments) and, for sampler and reference, 2 a parameter and
-    4 an embedding weight.
-    """
-    config = MiniMindConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                            num_key_value_heads=1)
-    params, embedding = sum(p.numel() for p in MiniMind(config).parameters()), 320 * 32
-    peak = memory.estimate(config, 4, 10, 6, 64, beta=0.1)
-    assert peak["fixed"] == 16 * params + 2 * (2 * params + 4 * embedding)
-    # cache: 4 rows x 16 positions x (key and value) x 1 layer x 1 head x 16 numbers x 2 bytes; sampling: 20
-    # bytes
-    assert peak["rollout"] - peak["fixed"] == 4 * 16 * 2 * 16 * 2 + 4 * 320 * 20
-    assert peak["update"] > peak["fixed"] + 12 * 64 * 320
